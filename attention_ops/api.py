@@ -1,0 +1,248 @@
+"""The front door: `attention`, `plan`, `use`, `record_plans`."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from attention_ops.device import DeviceProfile, as_profile, describe
+from attention_ops.errors import FallbackWarning, NoRouteError
+from attention_ops.metadata import OperationMetadata
+from attention_ops.operation import OperationImpl
+from attention_ops.planner import Plan, make_plan
+from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
+
+Impl = str | Sequence[str]
+_DEFAULT_METADATA = OperationMetadata()
+_override: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("attention_ops.use", default=None)
+_records: contextvars.ContextVar[tuple[list[Plan], ...]] = contextvars.ContextVar("attention_ops.records", default=())
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    impl: Impl | None = None,
+    metadata: OperationMetadata | None = None,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput:
+    """Scaled dot-product attention by the implementation of a name.
+
+    The law is in docs/numerics.md: logits are scaled, capped, biased, masked; the softmax runs in float32 or wider; a row with
+    no allowed key gives 0.
+
+    Args:
+        query: [B, T, H, D].
+        key: [B, S, K, D], where K divides H; query head h reads key/value head h // (H // K).
+        value: [B, S, K, Dv].
+        impl: an operation name, "auto" (the default), or a sequence of names to try in order.
+        metadata: dtypes, block sizes, backend and fallback policy.
+        **options: see `AttentionOptions`.
+
+    Raises:
+        TypeError, ValueError: the call itself is wrong. Raised before anything is planned.
+        UnknownOperationError: no operation has that name.
+        NoRouteError: no route can honour the request, or a fallback is needed and the policy is "error".
+
+    >>> import jax.numpy as jnp
+    >>> q = jnp.ones((1, 4, 2, 8))
+    >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
+    (1, 4, 2, 8)
+    """
+    metadata = _DEFAULT_METADATA if metadata is None else metadata
+    if impl is not None:
+        return _run(query, key, value, options, metadata, _names(impl), "the call")
+    return dispatch(query, key, value, options, metadata, default=("auto",), source="default")
+
+
+def dispatch(
+    query: Any,
+    key: Any,
+    value: Any,
+    options: Mapping[str, Any],
+    metadata: OperationMetadata,
+    *,
+    default: tuple[str, ...],
+    source: str,
+) -> AttentionOutput:
+    """Run a call whose name comes from outside it: `use` wins over `default`."""
+    override = _override.get()
+    if override is not None:
+        return _run(query, key, value, options, metadata, override, "attention_ops.use")
+    return _run(query, key, value, options, metadata, default, source)
+
+
+def plan(
+    impl: Impl,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    device: DeviceProfile | jax.Device | str | None = None,
+    metadata: OperationMetadata | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Plan:
+    """Return the plan of a call without running it.
+
+    Arrays may be `jax.ShapeDtypeStruct`s, and `device` one that is not here: "a100", "tpu-v5e", or a `DeviceProfile`.
+    """
+    metadata = _DEFAULT_METADATA if metadata is None else metadata
+    request = make_request(query, key, value, options, metadata)
+    profile = _device_of(request.query, metadata) if device is None else as_profile(device)
+    return make_plan(_names(impl), request.spec, metadata, profile, "the call")
+
+
+@contextlib.contextmanager
+def use(impl: Impl) -> Iterator[None]:
+    """Choose the implementation for calls made, or traced, inside. Wins over operation objects and configs; innermost wins.
+
+    An explicit `attention(..., impl=...)` still decides for itself. A function that was compiled before keeps its plan.
+    """
+    names = _names(impl)
+    token = _override.set(names)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@contextlib.contextmanager
+def record_plans() -> Iterator[list[Plan]]:
+    """Collect the plan of every call made, or traced, inside."""
+    plans: list[Plan] = []
+    token = _records.set((*_records.get(), plans))
+    try:
+        yield plans
+    finally:
+        _records.reset(token)
+
+
+def _names(impl: Impl) -> tuple[str, ...]:
+    names = (impl,) if isinstance(impl, str) else tuple(impl)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"impl is {impl!r}; allowed is an operation name or a non-empty sequence of names")
+    return names
+
+
+def _device_of(query: Any, metadata: OperationMetadata) -> DeviceProfile:
+    """Return where a call would run: the backend of the metadata, else where the query is, else JAX's default device."""
+    if metadata.backend not in (None, "native"):
+        return DeviceProfile.current(metadata.backend)
+    if isinstance(query, jax.Array) and not isinstance(query, jax.core.Tracer):
+        return describe(next(iter(query.devices())))
+    return DeviceProfile.current()
+
+
+def _run(
+    query: Any,
+    key: Any,
+    value: Any,
+    options: Mapping[str, Any],
+    metadata: OperationMetadata,
+    names: tuple[str, ...],
+    source: str,
+) -> AttentionOutput:
+    request = make_request(query, key, value, options, metadata)
+    chosen = make_plan(names, request.spec, metadata, _device_of(request.query, metadata), source)
+    for plans in _records.get():
+        plans.append(chosen)
+    if chosen.is_fallback:
+        _report(chosen, metadata)
+    return _execute(request, _Executable(chosen.implementation, chosen.route, chosen.method, metadata))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Executable:
+    """What decides, beside the request, the program that is compiled."""
+
+    implementation: type[OperationImpl]
+    route: str
+    method: str
+    metadata: OperationMetadata
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOutput:
+    """Run a route. Inlined, so that inside an outer jit only the kernel's own operations remain."""
+    spec = request.spec
+    if 0 in (spec.B, spec.T, spec.S):
+        return _empty(request)
+    request = dataclasses.replace(
+        request,
+        query=request.query.astype(spec.dtype),
+        key=request.key.astype(spec.dtype),
+        value=request.value.astype(spec.dtype),
+    )
+    operation = executable.implementation(executable.metadata)
+    with jax.named_scope(f"attention_ops/{executable.route}"):
+        output = getattr(operation, executable.method)(request)
+    return _checked(output, request, executable.route)
+
+
+def _empty(request: AttentionRequest) -> AttentionOutput:
+    s = request.spec
+    return AttentionOutput(
+        attention_outputs=jnp.zeros((s.B, s.T, s.H, s.Dv), s.dtype),
+        attention_weights=jnp.zeros((s.B, s.H, s.T, s.S), s.softmax_dtype) if s.want_weights else None,
+        logsumexp=jnp.full((s.B, s.T, s.H), -jnp.inf, s.softmax_dtype) if s.want_logsumexp else None,
+    )
+
+
+def _checked(output: Any, request: AttentionRequest, route: str) -> AttentionOutput:
+    """Hold a route to its contract: shapes, dtype, and that what was asked for is there."""
+    if not isinstance(output, AttentionOutput):
+        output = AttentionOutput(output)
+    s = request.spec
+    contract = (
+        ("attention_outputs", output.attention_outputs, (s.B, s.T, s.H, s.Dv), s.dtype, True),
+        ("attention_weights", output.attention_weights, (s.B, s.H, s.T, s.S), s.softmax_dtype, s.want_weights),
+        ("logsumexp", output.logsumexp, (s.B, s.T, s.H), s.softmax_dtype, s.want_logsumexp),
+    )
+    for name, array, shape, dtype, wanted in contract:
+        if array is None and wanted:
+            raise TypeError(f"{route} returned no {name}, which it declares")
+        if array is not None and wanted and (array.shape != shape or array.dtype != dtype):
+            raise TypeError(f"{route} returned {name} of {array.shape} {array.dtype}, expected {shape} {dtype}")
+    return AttentionOutput(*(array if wanted else None for _, array, _, _, wanted in contract))
+
+
+_reported: dict[Any, None] = {}
+_reported_lock = threading.Lock()
+_REPORTED_AT_MOST = 4096
+
+
+def _report(plan: Plan, metadata: OperationMetadata) -> None:
+    """Raise, warn once, or stay silent about a fallback, as the metadata says."""
+    if metadata.fallback == "silent":
+        return
+    message = f"{plan.requested[0]} cannot take this request on {plan.device}, {plan.route} runs instead:\n{plan.reasons}"
+    if metadata.fallback == "error":
+        raise NoRouteError(message.replace("runs instead", "could run, but the fallback policy is 'error'"))
+    key = (plan.requested, plan.route, plan.decisions)
+    with _reported_lock:
+        if key in _reported:
+            return
+        if len(_reported) >= _REPORTED_AT_MOST:
+            _reported.pop(next(iter(_reported)))
+        _reported[key] = None
+    warnings.warn(message, FallbackWarning, stacklevel=_frames_of_this_package())
+
+
+def _frames_of_this_package() -> int:
+    """Return the stacklevel of the caller outside this package."""
+    here, level, frame = os.path.dirname(__file__), 1, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(here):
+        level, frame = level + 1, frame.f_back
+    return level

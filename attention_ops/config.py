@@ -1,0 +1,387 @@
+"""Model configs: a model's attention geometry and the operation that runs it, from YAML to a callable.
+
+`load_config` reads the file, `AttentionConfig.build` gives one layer's attention, `AttentionConfig.from_hf` reads a Hugging
+Face `config.json`. Loaded by `attention_ops.__getattr__` when first used: pydantic and PyYAML are imported here and in hf.py only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self
+
+import jax
+import pydantic
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from attention_ops import masks
+from attention_ops.errors import ConfigError, UnknownOperationError, closest_first, did_you_mean
+from attention_ops.metadata import BACKEND_NAMES, FallbackPolicy, OperationMetadata
+from attention_ops.yamlio import Place, dump, read, shown
+
+AXES = ("batch_axis", "head_axis", "kv_head_axis", "sequence_axis", "query_sequence_axis", "key_sequence_axis")
+ONE_KIND = "all"
+"""The kind of every layer of a config without `layer_types`."""
+
+# ---------------------------------------------------------------- the model
+
+
+def _operation(value: Any) -> str | tuple[str, ...]:
+    names = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"found {shown(value)}; allowed is an operation's name, or a list of names tried in order")
+    return names[0] if isinstance(value, str) else names
+
+
+def _window(value: Any) -> tuple[int | None, int | None] | None:
+    sides = (value, value) if isinstance(value, int) else value
+    ok = isinstance(sides, list | tuple) and len(sides) == 2
+    if value is None or (ok and all(x is None or (type(x) is int and x >= 0) for x in sides)):
+        return None if value is None else (sides[0], sides[1])
+    raise ValueError(
+        f"found {shown(value)}; allowed is [left, right], the keys before and after the query (itself not counted; null: no "
+        f"limit), one number for both, or null. Hugging Face's sliding_window n is [n - 1, 0]"
+    )
+
+
+def _names(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _axes(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    for key, axis in value.items():
+        if key not in AXES:
+            raise ValueError(f"found the key {key!r}.{did_you_mean(str(key), AXES)} Allowed: {', '.join(AXES)}")
+        if axis is not None and not all(isinstance(name, str) for name in ([axis] if isinstance(axis, str) else axis)):
+            raise ValueError(f"{key}: found {shown(axis)}; allowed is a mesh axis name, a list of names, or null")
+    return {key: _names(axis) for key, axis in value.items()}
+
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+
+
+class _Frozen(pydantic.BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LayerConfig(_Frozen):
+    """The attention of one kind of layer, complete. What an entry of `layer_types` leaves out it takes from the top level."""
+
+    num_heads: Annotated[Count, Field(description="a whole number of query heads", examples=[32])]
+    num_kv_heads: Annotated[Count, Field(description="a whole number that divides num_heads", examples=[8])]
+    head_dim: Annotated[Count, Field(description="a whole number, the width of a query and key head", examples=[64])]
+    value_head_dim: Annotated[
+        Count | None, Field(description="a whole number, or null: the same as head_dim", examples=[128])
+    ] = None
+    max_length: Annotated[Count, Field(description="a whole number, the longest query sequence", examples=[8192])]
+    kv_length: Annotated[
+        Count | None,
+        Field(description="a whole number of keys (cross attention), or null: as many as queries", examples=[1500]),
+    ] = None
+    causal: Annotated[bool, Field(description="true or false", examples=["true"])]
+    sliding_window: Annotated[tuple[int | None, int | None] | None, BeforeValidator(_window)] = None
+    chunk_size: Annotated[
+        Count | None, Field(description="a whole number: positions attend only inside their chunk; or null", examples=[8192])
+    ] = None
+    logits_soft_cap: Annotated[Positive | None, Field(description="a number above 0, or null", examples=[50.0])] = None
+    softmax_scale: Annotated[
+        Positive | None, Field(description="a number above 0, or null: head_dim ** -0.5", examples=[0.125])
+    ] = None
+    sinks: Annotated[
+        bool, Field(description="true: each call must bring softmax_aux; or false", examples=["true"])
+    ] = False
+    operation: Annotated[str | tuple[str, ...], BeforeValidator(_operation)] = "auto"
+
+    @field_validator("num_kv_heads")
+    @classmethod
+    def _divides(cls, value: int, info: ValidationInfo) -> int:
+        heads = info.data.get("num_heads", value)
+        if heads % value:
+            near = [n for n in range(1, heads + 1) if heads % n == 0] if heads <= 4096 else [1, heads]
+            raise ValueError(f"found {value}, which does not divide num_heads {heads}; allowed: {', '.join(map(str, near))}")
+        return value
+
+    def options(self) -> dict[str, Any]:
+        """Return the call options these facts fix; a fact at its default is left out."""
+        chunk = None if self.chunk_size is None else masks.Chunked(self.chunk_size)
+        facts = {"causal": self.causal or None, "mask": chunk}
+        for name in ("sliding_window", "logits_soft_cap", "softmax_scale"):
+            facts[name] = getattr(self, name)
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def _reduced(self, num_kv_heads: int, head_dim: int, max_length: int) -> dict[str, Any]:
+        kv_heads, length = min(self.num_kv_heads, num_kv_heads), min(self.max_length, max_length)
+        shrunk: dict[str, Any] = self.model_dump() | {
+            "num_heads": self.num_heads // self.num_kv_heads * kv_heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_length": length,
+        }
+        if self.value_head_dim is not None:
+            shrunk["value_head_dim"] = max(8, head_dim * self.value_head_dim // self.head_dim // 8 * 8)
+        if self.kv_length is not None:
+            shrunk["kv_length"] = max(1, self.kv_length * length // self.max_length)
+        if self.sliding_window is not None:
+            shrunk["sliding_window"] = tuple(x if x is None else min(x, length // 4) for x in self.sliding_window)
+        if self.chunk_size is not None:
+            shrunk["chunk_size"] = min(self.chunk_size, max(1, length // 4))
+        return shrunk
+
+
+class AttentionConfig(LayerConfig):
+    """A model's attention: the facts every layer shares, what differs between kinds of layers, and how to run it.
+
+    `layer_types` names kinds of layers and says what differs in each; `pattern` lists kinds in layer order and is repeated over
+    `num_layers`, `pattern_tail` names what is left over. Lookups: `cfg.layer(3)`, `cfg.layer("local")`, `cfg.layer_kinds`.
+    """
+
+    name: Annotated[str, Field(description="text, the model's name", examples=["llama3_2_1b"])]
+    source: Annotated[
+        str | None, Field(description="text, where the facts are published", examples=["the model card"])
+    ] = None
+    num_layers: Annotated[Count, Field(description="a whole number of attention layers", examples=[16])]
+    layer_types: Annotated[
+        dict[str, LayerConfig], Field(description="a mapping from kinds of layers to what differs in each")
+    ] = {}
+    pattern: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_names),
+        Field(validate_default=True, description="a list of names from layer_types", examples=["[local, global]"]),
+    ] = ()
+    pattern_tail: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_names),
+        Field(validate_default=True, description="a list of names from layer_types", examples=["[local]"]),
+    ] = ()
+    runtime_dtype: Annotated[
+        Dtype | None, Field(description="float16, bfloat16, float32, float64, or null: that of the inputs")
+    ] = None
+    softmax_dtype: Annotated[
+        Literal["float32", "float64"] | None, Field(description="float32, float64, or null: float32 at least")
+    ] = None
+    block_sizes: Annotated[
+        dict[Literal["q", "kv"], Count | None],
+        Field(description="a mapping of q and kv to whole numbers", examples=["{q: 512, kv: 512}"]),
+    ] = {}
+    fallback: Annotated[FallbackPolicy, Field(description="warn, silent or error")] = "warn"
+    backend: Annotated[
+        Literal[BACKEND_NAMES] | None, Field(description=f"{', '.join(BACKEND_NAMES)}, or null: where the arrays are")
+    ] = None
+    partition_axis: Annotated[
+        dict[str, str | tuple[str, ...] | None] | None,
+        BeforeValidator(_axes),
+        Field(description="a mapping from array axes to mesh axis names", examples=["{batch_axis: dp, head_axis: tp}"]),
+    ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_layer_types(cls, data: Any) -> Any:
+        kinds = data.get("layer_types") if isinstance(data, Mapping) else None
+        if not isinstance(kinds, Mapping):
+            return data
+        shared = {field: data[field] for field in LayerConfig.model_fields if field in data}
+        own = {kind: {} if facts is None else facts for kind, facts in kinds.items()}
+        full = {kind: shared | dict(facts) if isinstance(facts, Mapping) else facts for kind, facts in own.items()}
+        return {**data, "layer_types": full}
+
+    @field_validator("pattern")
+    @classmethod
+    def _names_kinds(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        kinds = info.data.get("layer_types")
+        if kinds and not value:
+            example = f"for example pattern: [{', '.join(kinds)}]"
+            raise ValueError(f"layer_types has {', '.join(kinds)}, and nothing says which layer is which; add it, {example}")
+        return _known_kinds(value, kinds)
+
+    @field_validator("pattern_tail")
+    @classmethod
+    def _fills_all_layers(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        layers, kinds, pattern = (info.data.get(key) for key in ("num_layers", "layer_types", "pattern"))
+        if layers is None or kinds is None or pattern is None:
+            return value
+        _known_kinds(value, kinds)
+        rounds, rest = divmod(layers, len(pattern)) if pattern else (0, 0)
+        if rest != len(value):
+            left = f"pattern has {len(pattern)} layers and num_layers is {layers}: {rounds} rounds leave {rest} over"
+            fix = f"for example pattern_tail: [{', '.join(pattern[:rest])}]" if rest else "remove pattern_tail"
+            raise ValueError(f"{left}, and pattern_tail has {len(value)}; {fix}")
+        unused = [kind for kind in kinds if kind not in pattern + value]
+        if unused:
+            raise ValueError(f"no layer is of the kind {unused[0]!r}; name it in pattern, or remove it from layer_types")
+        return value
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "config") -> Self:
+        """Check `data` and return the config. Every problem found is a line of one ConfigError, headed by `where`."""
+        return cls._checked(data, Place(where))
+
+    @classmethod
+    def _checked(cls, data: Any, place: Place) -> Self:
+        try:
+            return cls.model_validate(data)
+        except pydantic.ValidationError as error:
+            raise ConfigError("\n".join(_problems(error, data, place))) from None
+
+    @classmethod
+    def from_hf(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None, ignore: Iterable[str] = ()
+    ) -> Self:
+        """Read a Hugging Face `config.json`: a path, the folder that holds it, or its contents. See `attention_ops.hf`."""
+        from attention_ops import hf
+
+        data, where = hf.read(source, name=name, ignore=frozenset(ignore))
+        return cls.from_dict(data, where)
+
+    def to_yaml(self) -> str:
+        """Return the YAML that `load_config` reads back to an equal config. Facts at their default are left out."""
+        from attention_ops import hf
+
+        return hf.dump(self)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of layers there are."""
+        return tuple(self.layer_types) or (ONE_KIND,)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, first layer first."""
+        pattern = self.pattern or (ONE_KIND,)
+        return pattern * (self.num_layers // len(pattern)) + self.pattern_tail
+
+    def layer(self, which: int | str | None = None) -> LayerConfig:
+        """Return the facts of a layer by its number or kind. None is the only kind there is."""
+        kinds = self.layer_kinds
+        if which is None:
+            if len(self.kinds) > 1:
+                listed = "; ".join(f"{kind}: {_layers(kinds, kind)}" for kind in self.kinds)
+                raise ConfigError(
+                    f"{self.name}: its layers differ ({listed}); name one, "
+                    f"for example build(0) or build({self.kinds[0]!r})"
+                )
+            which = self.kinds[0]
+        if isinstance(which, str):
+            if which not in self.kinds:
+                raise ConfigError(
+                    f"{self.name}: no layer is of the kind {which!r}.{did_you_mean(which, self.kinds)} "
+                    f"Kinds: {', '.join(self.kinds)}"
+                )
+            return self.layer_types.get(which, self)
+        if isinstance(which, bool) or not 0 <= which < self.num_layers:
+            raise ConfigError(f"{self.name}: layer {which!r} does not exist; allowed: 0 to {self.num_layers - 1}, or a kind")
+        return self.layer_types.get(kinds[which], self)
+
+    def metadata(self) -> OperationMetadata:
+        """Return the settings of its operations. Put a mesh in with `dataclasses.replace`."""
+        return OperationMetadata.from_config(self)
+
+    def shapes(
+        self, batch: int = 1, length: int | None = None, layer: int | str | None = None, dtype: Any = None
+    ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Return query, key and value to plan with; nothing is allocated.
+
+        `length` is max_length by default; the keys are as many, or kv_length for cross attention. `dtype` is runtime_dtype by
+        default, and bfloat16 where the config leaves it to the inputs.
+        """
+        at, dtype = self.layer(layer), dtype or self.runtime_dtype or "bfloat16"
+        queries = length or at.max_length
+        keys, width = at.kv_length or queries, at.value_head_dim or at.head_dim
+        dims = (
+            (queries, at.num_heads, at.head_dim),
+            (keys, at.num_kv_heads, at.head_dim),
+            (keys, at.num_kv_heads, width),
+        )
+        query, key, value = (jax.ShapeDtypeStruct((batch, *dim), dtype) for dim in dims)
+        return query, key, value
+
+    def reduced(self, *, num_kv_heads: int = 2, head_dim: int = 16, max_length: int = 64) -> AttentionConfig:
+        """Return the same attention in miniature, to be run in a test.
+
+        Layers, query heads per kv head and the ratio of value to key width stay; windows and chunks shrink so that they still
+        cut. An explicit softmax_scale and the block sizes stay as they are.
+        """
+        size = (num_kv_heads, head_dim, max_length)
+        kinds = {kind: facts._reduced(*size) for kind, facts in self.layer_types.items()}
+        return self.from_dict(self._reduced(*size) | {"layer_types": kinds}, f"{self.name} (reduced)")
+
+
+def _known_kinds(names: tuple[str, ...], kinds: Mapping[str, Any] | None) -> tuple[str, ...]:
+    for name in names if kinds is not None else ():
+        if name not in kinds:
+            allowed = ", ".join(kinds) or "none: layer_types is empty"
+            raise ValueError(f"found the kind {name!r}.{did_you_mean(name, kinds)} Kinds in layer_types: {allowed}")
+    return names
+
+
+def _layers(kinds: tuple[str, ...], kind: str) -> str:
+    numbers = [str(number) for number, name in enumerate(kinds) if name == kind]
+    return ", ".join(numbers[:4]) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+
+
+# ---------------------------------------------------------------- errors a person can act on
+
+
+def _problems(error: pydantic.ValidationError, data: Any, place: Place) -> list[str]:
+    lines, seen = [], set()
+    for problem in error.errors(include_url=False):
+        loc = tuple(part for part in problem["loc"] if part != "[key]")
+        loc = loc[:1] if loc[:1] and loc[0] not in ("layer_types", "block_sizes") else loc[:3]
+        inherited = len(loc) == 3 and loc[0] == "layer_types" and loc[2] not in (data["layer_types"][loc[1]] or {})
+        if loc in seen or (inherited and problem["type"] != "value_error"):
+            continue  # said once, at the top level or by the first of a union's branches
+        seen.add(loc)
+        lines.append(place.at(loc, _sentence(problem, loc, data)))
+    return lines
+
+
+def _sentence(problem: Mapping[str, Any], loc: tuple[Any, ...], data: Any) -> str:
+    kind = problem["type"]
+    if kind == "value_error":
+        return str(problem["ctx"]["error"])
+    if kind == "model_type" or kind == "model_attributes_type" or not loc:
+        return f"found {shown(problem['input'])}; allowed is a mapping of keys to values"
+    fields = LayerConfig.model_fields if loc[0] == "layer_types" and len(loc) > 1 else AttentionConfig.model_fields
+    allowed: Iterable[str] = ("q", "kv") if loc[0] == "block_sizes" else fields
+    if kind == "extra_forbidden" or (loc[0] == "block_sizes" and len(loc) > 1 and loc[1] not in ("q", "kv")):
+        key = str(loc[-1])
+        nearest = closest_first(key, allowed)
+        return f"is no key of a config; the nearest is {nearest[0]!r}. Allowed here: {', '.join(allowed)}"
+    name = str(loc[2]) if loc[0] == "layer_types" and len(loc) == 3 else str(loc[0])
+    field = fields[name]
+    example = f"; for example {name}: {field.examples[0]}" if field.examples else ""
+    found = "is missing" if kind == "missing" else f"found {shown(problem['input'])}"
+    nearest = did_you_mean(problem["input"], _choices(field.description)) if kind == "literal_error" else ""
+    return f"{found}; allowed is {field.description}{example}{f'.{nearest}' if nearest else ''}"
+
+
+def _choices(description: str | None) -> list[str]:
+    return [word.strip(",:") for word in (description or "").split()]
+
+
+def load_config(path: str | os.PathLike[str]) -> AttentionConfig:
+    """Read a model config from YAML. A ConfigError names the file, line and key, what was found, what is allowed and the fix.
+
+    An operation that the config names must be registered by then: import the module that registers it first.
+    """
+    data, place = read(path)
+    config = AttentionConfig._checked(data, place)
+    _check_operations(config, place)
+    return config
+
+
+def _check_operations(config: AttentionConfig, place: Place) -> None:
+    from attention_ops.registry import OperationRegistry
+
+    for loc, facts in ((), config), *((("layer_types", kind), facts) for kind, facts in config.layer_types.items()):
+        for name in (facts.operation,) if isinstance(facts.operation, str) else facts.operation:
+            try:
+                OperationRegistry.get(name)
+            except UnknownOperationError as error:
+                raise ConfigError(place.at((*loc, "operation"), str(error))) from None

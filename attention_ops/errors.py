@@ -1,0 +1,44 @@
+"""The errors and warnings of attention_ops. Caller errors that have a built-in kind (shape, dtype) use ValueError and TypeError."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AttentionOpsError(Exception):
+    """Base of the errors that are this library's own."""
+
+
+class UnknownOperationError(AttentionOpsError, KeyError):
+    """No operation of that name is registered."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of its argument
+        return str(self.args[0])
+
+
+class DuplicateOperationError(AttentionOpsError, ValueError):
+    """The name, or an alias, already belongs to another operation."""
+
+
+class NoRouteError(AttentionOpsError, RuntimeError):
+    """Every candidate route refused the request; the message lists each with all its reasons."""
+
+
+class ConfigError(AttentionOpsError, ValueError):
+    """A configuration file or value cannot be used."""
+
+
+class FallbackWarning(UserWarning):
+    """A named operation could not honour a request and another route runs instead."""
+
+
+def closest_first(name: str, names: Iterable[str]) -> list[str]:
+    """Return `names` with those most like `name` in front."""
+    return sorted(names, key=lambda other: (-difflib.SequenceMatcher(None, name, other).ratio(), other))
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"`, or nothing when no name is near."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,1 @@
+"""Arrays in, arrays out: nothing here knows of registries, metadata, devices or plans."""

@@ -1,0 +1,221 @@
+"""Which route runs, and why each other one does not. Planning looks at specs only: no array is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from attention_ops import registry
+from attention_ops.device import BACKENDS, DeviceProfile
+from attention_ops.errors import NoRouteError, UnknownOperationError
+from attention_ops.metadata import BACKEND_NAMES, OperationMetadata
+from attention_ops.operation import Estimate, OperationImpl, Route
+from attention_ops.request import RequestSpec
+from attention_ops.rules import Reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """One candidate route: accepted, or refused with all its reasons."""
+
+    route: str
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        return not self.reasons
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The route for one request. Print it for a table that can be pasted into a bug report.
+
+    Attributes:
+        requested: the names asked for, in order.
+        operation, route: what runs, for example "blocksparse" and "blocksparse/native".
+        device: the profile planned for.
+        decisions: every candidate route in order.
+        notes: remarks on the choice, among them where the name came from.
+        estimate: flops and temporary bytes of the forward, where the operation states them.
+        spec: the facts of the request.
+    """
+
+    requested: tuple[str, ...]
+    operation: str
+    route: str
+    device: DeviceProfile
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...]
+    estimate: Estimate | None
+    spec: RequestSpec = dataclasses.field(repr=False)
+    implementation: type[OperationImpl] = dataclasses.field(repr=False)
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether one name was asked for and another operation runs."""
+        return len(self.requested) == 1 and not _same_operation(self.requested[0], self.operation)
+
+    @property
+    def method(self) -> str:
+        return f"forward_{self.route.rpartition('/')[2]}"
+
+    @functools.cached_property
+    def reasons(self) -> str:
+        """The refusals before the chosen route, one line each."""
+        lines = []
+        for decision in self.decisions:
+            if decision.accepted:
+                break
+            lines += [f"  {decision.route}: {reason}" for reason in decision.reasons]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values, ready for JSON."""
+        return {
+            "requested": list(self.requested),
+            "operation": self.operation,
+            "route": self.route,
+            "device": str(self.device),
+            "decisions": [
+                {
+                    "route": decision.route,
+                    "accepted": decision.accepted,
+                    "reasons": [{"text": reason.text, "remedy": reason.remedy} for reason in decision.reasons],
+                }
+                for decision in self.decisions
+            ],
+            "notes": list(self.notes),
+            "flops": self.estimate.flops if self.estimate else None,
+            "temporary_bytes": self.estimate.temporary_bytes if self.estimate else None,
+        }
+
+    def __str__(self) -> str:
+        s = self.spec
+        needs = ", ".join(feature.name.lower() for feature in sorted(s.features)) or "nothing special"
+        lines = [
+            f"{' > '.join(self.requested)} on {self.device} runs {self.route}",
+            f"  request  B {s.B}, T {s.T}, S {s.S}, H {s.H}, K {s.K}, D {s.D}, Dv {s.Dv}, {s.dtype}; needs {needs}",
+        ]
+        if s.mask is not None:
+            lines.append(f"  mask     {s.mask}")
+        lines += _table(self)
+        if self.estimate:
+            lines.append(
+                f"  forward  about {self.estimate.flops / 1e9:.3g} GFLOP, "
+                f"{self.estimate.temporary_bytes / 2**20:.3g} MiB of temporary memory"
+            )
+        return "\n".join([*lines, *(f"  note     {note}" for note in self.notes)])
+
+
+def _table(plan: Plan) -> list[str]:
+    width = max(len(decision.route) for decision in plan.decisions)
+    lines = []
+    for decision in plan.decisions:
+        verdict = "runs" if decision.route == plan.route else "could run"
+        if decision.accepted:
+            lines.append(f"  {decision.route:<{width}}  {verdict}")
+        for index, reason in enumerate(decision.reasons):
+            lines.append(f"  {decision.route if not index else '':<{width}}  {'no: ' if not index else '    '}{reason}")
+    return lines
+
+
+def _same_operation(requested: str, operation: str) -> bool:
+    cls = registry.OperationRegistry.get(requested.partition("/")[0])
+    return cls.name == operation or not cls.routes
+
+
+def make_plan(
+    requested: tuple[str, ...],
+    spec: RequestSpec,
+    metadata: OperationMetadata,
+    device: DeviceProfile,
+    source: str = "",
+) -> Plan:
+    """Plan a request. One name is followed by its declared fallbacks; several names are the whole chain.
+
+    A name is an operation ("flash"), an alias, or a single route ("flash/native"). Cached.
+
+    Raises:
+        UnknownOperationError: a name is not registered.
+        NoRouteError: every candidate refused; the message has all reasons.
+    """
+    return _make_plan(requested, spec, metadata, device, source, registry.generation())
+
+
+@functools.lru_cache(maxsize=4096)
+def _make_plan(
+    requested: tuple[str, ...],
+    spec: RequestSpec,
+    metadata: OperationMetadata,
+    device: DeviceProfile,
+    source: str,
+    generation: int,
+) -> Plan:
+    decisions: list[Decision] = []
+    chosen: tuple[type[OperationImpl], str] | None = None
+    backends = backends_for(metadata, device)
+    for name in _expand(requested, spec, metadata, device):
+        operation, routes = _routes(name, backends)
+        if not routes:
+            found = ", ".join(operation.routes) or "none"
+            decisions.append(Decision(name, (Reason(f"has no route for {device.platform}, only for {found}"),)))
+        for route in routes:
+            decision = Decision(f"{operation.name}/{route.backend}", route.refusals(spec, metadata, device))
+            decisions.append(decision)
+            if chosen is None and decision.accepted:
+                chosen = operation, decision.route
+    if chosen is None:
+        lines = [f"  {d.route}: {reason}" for d in decisions for reason in d.reasons]
+        raise NoRouteError(f"no route of {' > '.join(requested)} takes this request on {device}:\n" + "\n".join(lines))
+    operation, route = chosen
+    return Plan(
+        requested=requested,
+        operation=operation.name,
+        route=route,
+        device=device,
+        decisions=tuple(decisions),
+        notes=_notes(spec, source),
+        estimate=operation.estimate(spec, metadata),
+        spec=spec,
+        implementation=operation,
+    )
+
+
+def backends_for(metadata: OperationMetadata, device: DeviceProfile) -> tuple[str, ...]:
+    """Return the forwards to look for, in order."""
+    backend = metadata.backend
+    if backend is None:
+        return device.backends
+    return BACKENDS.get(backend) or (("gpu", "native") if backend == "gpu" else ("native",))
+
+
+def _expand(
+    requested: tuple[str, ...], spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile
+) -> tuple[str, ...]:
+    names: list[str] = []
+    for name in requested:
+        operation = registry.OperationRegistry.get(name.partition("/")[0])
+        if not operation.routes or (len(requested) == 1 and "/" not in name):
+            names += operation.candidates(spec, metadata, device)
+        else:
+            names.append(name)
+    return tuple(dict.fromkeys(names))
+
+
+def _routes(name: str, backends: tuple[str, ...]) -> tuple[type[OperationImpl], list[Route]]:
+    stem, _, backend = name.partition("/")
+    operation = registry.OperationRegistry.get(stem)
+    if backend:
+        if backend not in operation.routes:
+            routes = ", ".join(f"{stem}/{found}" for found in operation.routes)
+            raise UnknownOperationError(f"no route is named {name!r}; {stem} has {routes or 'none'} (of {', '.join(BACKEND_NAMES)})")
+        backends = tuple(found for found in backends if found == backend)
+    return operation, [operation.routes[found] for found in backends if found in operation.routes]
+
+
+def _notes(spec: RequestSpec, source: str) -> tuple[str, ...]:
+    notes = [f"name chosen by {source}"] if source else []
+    if 0 in (spec.B, spec.T, spec.S):
+        notes.append("an axis is empty, so no kernel runs and the output is zeros")
+    return tuple(notes)

@@ -1,0 +1,493 @@
+"""One call, made canonical: every option is checked and every default resolved here, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from attention_ops.errors import did_you_mean
+from attention_ops.features import Feature
+from attention_ops.masks import Causal, Dense, Lengths, Mask, Segments, Window, check_mask_array, simplify
+from attention_ops.metadata import OperationMetadata
+
+_FLOATS = (np.dtype("float16"), np.dtype(jnp.bfloat16), np.dtype("float32"), np.dtype("float64"))
+_LAYOUT = "the layout is query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv]"
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of a call. Shapes: B batch, T query length, S key length, H query heads, K key/value heads.
+
+    mask: boolean [T, S] or broadcastable to [B, H, T, S], or a `masks.Mask`; True = may attend.
+    mask_info: ejkernel's `MaskInfo`; its attention mask and segment ids are used.
+    bias: floating, [T, S] or broadcastable to [B, H, T, S]; added to the logits after scale and cap. -inf blocks.
+    causal: a query attends its own position and earlier ones. Default False.
+    sliding_window: (left, right) keys before and after the query, itself not counted; an int is both; None is unlimited.
+    query_offset: position of query row 0, an int, or an array [] or [B]. Default 0 if T == S, S - 1 if T == 1.
+    q_segment_ids, kv_segment_ids: integers [B, T] and [B, S]; equal ids attend, negative ones are padding.
+    q_lengths, kv_lengths: integers [B], the real rows and columns of each batch row.
+    softmax_aux: sinks, [H], [H, n] or [1, n]: extra logits that join the softmax denominator only.
+    softmax_scale: a number. Default D ** -0.5.
+    logits_soft_cap: a number above 0; logits become cap * tanh(logits / cap).
+    dropout_prob, dropout_rng, deterministic: dropout of the attention weights, active only with deterministic=False.
+    return_weights, return_logsumexp: also return the softmax [B, H, T, S] (before dropout) or its logsumexp [B, T, H].
+    differentiable: admit only routes with a backward. Default True.
+    """
+
+    mask: Any
+    mask_info: Any
+    bias: Any
+    causal: bool
+    sliding_window: int | tuple[int | None, int | None] | None
+    query_offset: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    q_lengths: Any
+    kv_lengths: Any
+    softmax_aux: Any
+    softmax_scale: float | None
+    logits_soft_cap: float | None
+    dropout_prob: float
+    dropout_rng: Any
+    deterministic: bool
+    return_weights: bool
+    return_logsumexp: bool
+    differentiable: bool
+
+
+DEFAULTS: dict[str, Any] = dict.fromkeys(AttentionOptions.__annotations__)
+DEFAULTS.update(
+    causal=False,
+    dropout_prob=0.0,
+    deterministic=True,
+    return_weights=False,
+    return_logsumexp=False,
+    differentiable=True,
+)
+_FLAGS = tuple(name for name, value in DEFAULTS.items() if isinstance(value, bool))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionOutput:
+    """What a call returns.
+
+    Attributes:
+        attention_outputs: [B, T, H, Dv] in the runtime dtype.
+        attention_weights: the softmax [B, H, T, S] before dropout in the softmax dtype, if `return_weights`.
+        logsumexp: of the allowed logits, sinks not included, [B, T, H] in the softmax dtype, if `return_logsumexp`;
+            -inf for a row with no allowed key.
+    """
+
+    attention_outputs: Float[Array, "B T H Dv"]
+    attention_weights: Float[Array, "B H T S"] | None = None
+    logsumexp: Float[Array, "B T H"] | None = None
+
+
+class Dropout(NamedTuple):
+    """Active dropout: each weight is zeroed with `probability`, the others are divided by 1 - probability."""
+
+    probability: float
+    key: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestSpec:
+    """The static facts of a request: all that planning looks at. Hashable, and the same for arrays and their shapes."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+    dtype: np.dtype
+    softmax_dtype: np.dtype
+    features: frozenset[Feature]
+    mask: Mask | None
+    bias_shape: tuple[int, int, int, int] | None
+    bias_dtype: np.dtype | None
+    sinks: int
+    scale: float
+    soft_cap: float | None
+    dropout: float
+    want_weights: bool
+    want_logsumexp: bool
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in _SPEC_FIELDS))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.H // self.K
+
+    @property
+    def differentiable(self) -> bool:
+        return Feature.GRADIENT in self.features
+
+    def visible_fraction(self) -> float:
+        """Return the share of T * S in tiles that the host cannot prove empty."""
+        return 1.0 if self.mask is None else _visible_fraction(self.mask, self.T, self.S)
+
+
+_SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(RequestSpec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _visible_fraction(mask: Mask, T: int, S: int) -> float:
+    return mask.visible_fraction(T, S)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionRequest:
+    """One call as a forward receives it: nothing optional is left open. A pytree whose leaves are the arrays.
+
+    `mask` is None when every query may attend every key; `bias` is [b, h, t, s] with 1 where it broadcasts; `sinks` is
+    [H, n]. `spec` has the static facts, and the properties read them.
+    """
+
+    query: Float[Array, "B T H D"]
+    key: Float[Array, "B S K D"]
+    value: Float[Array, "B S K Dv"]
+    mask: Mask | None
+    bias: Float[Array, "b h t s"] | None
+    sinks: Float[Array, "H n"] | None
+    dropout_key: Array | None
+    spec: RequestSpec
+
+    @property
+    def scale(self) -> float:
+        return self.spec.scale
+
+    @property
+    def soft_cap(self) -> float | None:
+        return self.spec.soft_cap
+
+    @property
+    def want_weights(self) -> bool:
+        return self.spec.want_weights
+
+    @property
+    def want_logsumexp(self) -> bool:
+        return self.spec.want_logsumexp
+
+    @property
+    def dropout(self) -> Dropout | None:
+        return None if self.dropout_key is None else Dropout(self.spec.dropout, self.dropout_key)
+
+
+jax.tree_util.register_pytree_node(
+    AttentionRequest,
+    lambda r: ((r.query, r.key, r.value, r.mask, r.bias, r.sinks, r.dropout_key), r.spec),
+    lambda spec, leaves: AttentionRequest(*leaves, spec),
+)
+
+
+def make_request(
+    query: Any, key: Any, value: Any, options: Mapping[str, Any], metadata: OperationMetadata
+) -> AttentionRequest:
+    """Check a call and make it canonical. Accepts arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        TypeError: an unknown option, a dtype that is not allowed, mixed dtypes without a runtime_dtype.
+        ValueError: shapes that do not fit each other, an option out of its range, a causal call that needs a query_offset.
+    """
+    given = _known_options(options)
+    query, key, value = _array("query", query), _array("key", key), _array("value", value)
+    B, T, S, H, K, D, Dv = _shapes(query, key, value)
+    dtype = _runtime_dtype(query, key, value, metadata)
+    softmax_dtype = metadata.softmax_dtype or np.promote_types(dtype, np.float32)
+    if softmax_dtype.itemsize < dtype.itemsize:
+        raise ValueError(f"softmax_dtype {softmax_dtype} is narrower than the runtime dtype {dtype}; leave it None or use {dtype}")
+
+    mask = _mask(given, B, T, S, H)
+    bias = _bias(given["bias"], B, H, T, S)
+    sinks = _sinks(given["softmax_aux"], H)
+    probability, dropout_key = _dropout(given)
+    soft_cap = _number("logits_soft_cap", given["logits_soft_cap"])
+    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
+        raise ValueError(f"logits_soft_cap is {soft_cap}; allowed is a finite number above 0, or None for no cap")
+    scale = _number("softmax_scale", given["softmax_scale"])
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"softmax_scale is {scale}; allowed is a finite number, or None for D ** -0.5 = {D**-0.5:.6g}")
+
+    needs = [
+        (Feature.BIAS, bias is not None),
+        (Feature.BIAS_GRADIENT, bias is not None and given["differentiable"]),
+        (Feature.SINKS, sinks is not None),
+        (Feature.SOFT_CAP, soft_cap is not None),
+        (Feature.GQA, K < H),
+        (Feature.VALUE_DIM, Dv != D),
+        (Feature.DROPOUT, dropout_key is not None),
+        (Feature.WEIGHTS, given["return_weights"]),
+        (Feature.LOGSUMEXP, given["return_logsumexp"]),
+        (Feature.GRADIENT, given["differentiable"]),
+    ]
+    features = frozenset(feature for feature, needed in needs if needed)
+    spec = RequestSpec(
+        B=B,
+        T=T,
+        S=S,
+        H=H,
+        K=K,
+        D=D,
+        Dv=Dv,
+        dtype=dtype,
+        softmax_dtype=softmax_dtype,
+        features=features if mask is None else features | mask.features(),
+        mask=None if mask is None else mask.abstract(),
+        bias_shape=None if bias is None else tuple(bias.shape),  # type: ignore[arg-type]
+        bias_dtype=None if bias is None else np.dtype(bias.dtype),
+        sinks=0 if sinks is None else sinks.shape[1],
+        scale=D**-0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        dropout=probability,
+        want_weights=given["return_weights"],
+        want_logsumexp=given["return_logsumexp"],
+    )
+    return AttentionRequest(query, key, value, mask, bias, sinks, dropout_key, spec)
+
+
+def _known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name not in DEFAULTS:
+            raise TypeError(
+                f"unknown attention option {name!r}.{did_you_mean(name, DEFAULTS)} Options: {', '.join(sorted(DEFAULTS))}"
+            )
+    given = {**DEFAULTS, **options}
+    for name in _FLAGS:
+        if not isinstance(given[name], bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, found {type(given[name]).__name__}; it decides what is compiled")
+    return given
+
+
+def _array(name: str, value: Any) -> Any:
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return value
+    if value is None or isinstance(value, str):
+        raise TypeError(f"{name} must be an array, found {type(value).__name__}")
+    return jnp.asarray(value)
+
+
+def _shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int, int, int, int]:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim != 4:
+            raise ValueError(f"{name} has {array.ndim} dimensions, allowed are 4; found {shapes}; {_LAYOUT}")
+    B, T, H, D = query.shape
+    _, S, K, _ = key.shape
+    Dv = value.shape[3]
+    hint = "; for arrays in [batch, heads, length, dim] pass x.swapaxes(1, 2)" if query.shape[1] == key.shape[1] else ""
+    checks = [
+        (key.shape[0] == value.shape[0] == B, "batch sizes differ"),
+        (value.shape[1] == S, f"key length {S} and value length {value.shape[1]} differ"),
+        (value.shape[2] == K, f"key heads {K} and value heads {value.shape[2]} differ"),
+        (key.shape[3] == D, f"query head dim {D} and key head dim {key.shape[3]} differ"),
+        (H > 0 and K > 0 and D > 0 and Dv > 0, "there must be at least one head and one head dim"),
+        (K > 0 and H % K == 0, f"query heads {H} are not a multiple of key/value heads {K}"),
+    ]
+    for holds, problem in checks:
+        if not holds:
+            raise ValueError(f"{problem}: found {shapes}; {_LAYOUT}, and K divides H{hint}")
+    return B, T, S, H, K, D, Dv
+
+
+def _runtime_dtype(query: Any, key: Any, value: Any, metadata: OperationMetadata) -> np.dtype:
+    dtypes = [np.dtype(jax.dtypes.canonicalize_dtype(array.dtype)) for array in (query, key, value)]
+    if metadata.runtime_dtype is not None:
+        for name, dtype in zip(("query", "key", "value"), dtypes, strict=True):
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(f"{name} has dtype {dtype}; allowed are floating dtypes")
+        return metadata.runtime_dtype
+    found = f"query {dtypes[0]}, key {dtypes[1]}, value {dtypes[2]}"
+    if len(set(dtypes)) > 1:
+        raise TypeError(f"the dtypes differ: {found}; cast them to one, or set runtime_dtype in the OperationMetadata")
+    if dtypes[0] not in _FLOATS:
+        raise TypeError(
+            f"query, key and value have dtype {dtypes[0]}; allowed are {', '.join(map(str, _FLOATS))}; "
+            "for another floating dtype set runtime_dtype in the OperationMetadata"
+        )
+    return dtypes[0]
+
+
+def _mask(given: dict[str, Any], B: int, T: int, S: int, H: int) -> Mask | None:
+    parts: list[Mask] = []
+    if given["causal"]:
+        parts.append(Causal())
+    if given["sliding_window"] is not None:
+        parts.append(_window(given["sliding_window"]))
+    parts += _segments(given, T, S)
+    if given["q_lengths"] is not None or given["kv_lengths"] is not None:
+        parts.append(Lengths(_integers("q_lengths", given["q_lengths"]), _integers("kv_lengths", given["kv_lengths"])))
+    if given["mask"] is not None:
+        parts.append(_user_mask(given["mask"]))
+    if given["mask_info"] is not None:
+        parts += _mask_info(given["mask_info"])
+    offset = _offset(given["query_offset"])
+    if not parts:
+        return None
+    mask = functools.reduce(operator.and_, parts)
+    if mask.needs_offset:
+        mask = mask.resolve(_default_offset(T, S) if offset is None else offset)
+    mask.check(B, H, T, S)
+    return simplify(mask, T, S)
+
+
+def _window(window: Any) -> Window:
+    if isinstance(window, tuple | list):
+        if len(window) != 2:
+            raise ValueError(f"sliding_window has {len(window)} numbers; allowed is (left, right) or one int for both")
+        return Window(*window)
+    return Window(window, window)
+
+
+def _user_mask(mask: Any) -> Mask:
+    if isinstance(mask, Mask):
+        return mask
+    if not hasattr(mask, "dtype"):
+        mask = np.asarray(mask)
+    check_mask_array(mask)
+    return Dense(mask if isinstance(mask, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(mask))
+
+
+def _segments(given: dict[str, Any], T: int, S: int) -> list[Mask]:
+    q, kv = given["q_segment_ids"], given["kv_segment_ids"]
+    if q is None and kv is None:
+        return []
+    if q is None or (kv is None and T != S):
+        missing, have = ("q_segment_ids", "kv_segment_ids") if q is None else ("kv_segment_ids", "q_segment_ids")
+        raise ValueError(
+            f"{have} is given without {missing}: query length {T}, key length {S}; pass both (for padding keys alone use kv_lengths)"
+        )
+    q = _integers("q_segment_ids", q, rank=2)
+    return [Segments(q, q if kv is None else _integers("kv_segment_ids", kv, rank=2))]
+
+
+def _integers(name: str, value: Any, rank: int = 1) -> Any:
+    """Return an integer array of `rank`, or None; one that lacks the batch axis gets it."""
+    if value is None:
+        return None
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, found {value.dtype}; cast with .astype('int32')")
+    if value.ndim == rank - 1:
+        missing = (1, *value.shape)
+        return jax.ShapeDtypeStruct(missing, value.dtype) if isinstance(value, jax.ShapeDtypeStruct) else value[None]
+    if value.ndim != rank:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed is {'[B]' if rank == 1 else '[B, length]'}")
+    return value
+
+
+def _mask_info(info: Any) -> list[Mask]:
+    """Read ejkernel's MaskInfo. Its mask may be 0/1 integers; its ids follow our rule, -1 is padding."""
+    names = ("_attention_mask", "_q_segment_ids", "_kv_segment_ids")
+    if not all(hasattr(info, name) for name in names):
+        raise TypeError(f"mask_info must be an ejkernel.types.MaskInfo, found {type(info).__name__}; pass arrays as mask=")
+    array, q, kv = (getattr(info, name) for name in names)
+    parts: list[Mask] = []
+    if array is not None:
+        array = array if array.dtype == np.bool_ else array != 0
+        parts.append(Dense(array[:, None] if array.ndim == 3 else array))
+    if q is not None and kv is not None:
+        parts.append(Segments(q, kv))
+    if not parts:
+        raise ValueError("mask_info holds neither an attention mask nor both segment ids; build it with one of them")
+    return parts
+
+
+def _offset(offset: Any) -> Any:
+    if offset is None:
+        return None
+    if isinstance(offset, bool | np.bool_) or isinstance(offset, float):
+        raise TypeError(f"query_offset must be an integer or an integer array, found {type(offset).__name__}")
+    if isinstance(offset, int | np.integer):
+        return int(offset)
+    offset = _array("query_offset", offset)
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise TypeError(f"query_offset must be integers, found {offset.dtype}; cast with .astype('int32')")
+    return offset
+
+
+def _default_offset(T: int, S: int) -> int:
+    if T == S:
+        return 0
+    if T == 1:
+        return S - 1
+    raise ValueError(
+        f"query length {T} and key length {S} differ, so a causal or windowed call must state query_offset, the position of "
+        f"query row 0: 0 aligns top-left (jax.nn, PyTorch), {S - T} bottom-right (FlashAttention)"
+    )
+
+
+def _bias(bias: Any, B: int, H: int, T: int, S: int) -> Any:
+    if bias is None:
+        return None
+    bias = _array("bias", bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating, found {bias.dtype}; a boolean mask goes into mask=")
+    shape = tuple(bias.shape)
+    if bias.ndim == 2:
+        lifted = (1, 1, *shape)
+        bias = jax.ShapeDtypeStruct(lifted, bias.dtype) if isinstance(bias, jax.ShapeDtypeStruct) else bias[None, None]
+    elif bias.ndim != 4:
+        why = ": three dimensions are ambiguous, use bias[:, None] or bias[None]" if bias.ndim == 3 else ""
+        raise ValueError(f"bias has shape {shape}{why}; allowed are [T, S] and [B, H, T, S]")
+    for name, found, want in zip(("batch", "heads", "query length", "key length"), bias.shape, (B, H, T, S), strict=True):
+        if found not in (1, want):
+            raise ValueError(
+                f"bias has shape {shape}, which does not broadcast to [B, H, T, S] = {(B, H, T, S)}: its {name} is {found}, "
+                f"allowed are 1 and {want}"
+            )
+    return bias
+
+
+def _sinks(sinks: Any, H: int) -> Any:
+    if sinks is None:
+        return None
+    sinks = _array("softmax_aux", sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(f"softmax_aux must be floating, found {sinks.dtype}")
+    shape = tuple(sinks.shape)
+    n = shape[-1] if len(shape) == 2 else 1
+    if n == 0 or not (shape == (H,) or (len(shape) == 2 and shape[0] in (1, H))):
+        raise ValueError(f"softmax_aux has shape {shape}; allowed are [H] = [{H}], [H, n] = [{H}, n] and [1, n]")
+    if isinstance(sinks, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((H, n), sinks.dtype)
+    return jnp.broadcast_to(sinks[:, None] if sinks.ndim == 1 else sinks, (H, n))
+
+
+def _dropout(given: dict[str, Any]) -> tuple[float, Any]:
+    """Return (0.0, None) unless dropout is active, so that inactive dropout changes nothing."""
+    probability = _number("dropout_prob", given["dropout_prob"]) or 0.0
+    if not 0.0 <= probability < 1.0:
+        raise ValueError(f"dropout_prob is {probability}; allowed is 0 <= p < 1")
+    if given["deterministic"] or probability == 0.0:
+        return 0.0, None
+    if given["dropout_rng"] is None:
+        raise ValueError(f"dropout_prob is {probability} with deterministic=False, so dropout_rng must be a jax.random key")
+    return probability, given["dropout_rng"]
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} is traced, but must be a number known while compiling; multiply the query by it instead")
+    if isinstance(value, bool | str) or np.ndim(value) != 0:
+        raise TypeError(f"{name} must be a number, found {type(value).__name__}")
+    return float(value)

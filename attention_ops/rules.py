@@ -1,0 +1,280 @@
+"""The limits of routes, as data.
+
+A rule looks at the spec of a request, the metadata and the device, and answers None or a `Reason`: one sentence with both
+numbers, and the remedy where there is one. Write a rule of your own as a frozen dataclass with a `check` of the same
+signature; `describe` is its line in the support matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Protocol, runtime_checkable
+
+
+from attention_ops.device import DeviceProfile, dotted
+from attention_ops.features import Feature
+from attention_ops.metadata import OperationMetadata
+from attention_ops.request import RequestSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a route cannot take a request, and what would change that."""
+
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.remedy})" if self.remedy else self.text
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A limit of a route."""
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None: ...
+
+    def describe(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    """The runtime dtype is one of `names`."""
+
+    names: tuple[str, ...]
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if str(spec.dtype) in self.names:
+            return None
+        return Reason(f"dtype {spec.dtype} is not one of {', '.join(self.names)}", f"set runtime_dtype={self.names[0]}")
+
+    def describe(self) -> str:
+        return f"dtype {' or '.join(self.names)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDim:
+    """Query and value head dims lie in [minimum, maximum] and are multiples of `multiple_of`.
+
+    `maximum_from` raises the maximum on newer devices: pairs of a compute capability and the maximum from there on.
+    """
+
+    minimum: int = 1
+    maximum: int | None = None
+    multiple_of: int = 1
+    maximum_from: tuple[tuple[tuple[int, int], int], ...] = ()
+
+    def _maximum(self, device: DeviceProfile) -> int | None:
+        limit = self.maximum
+        for capability, larger in self.maximum_from:
+            if device.compute_capability is not None and device.compute_capability >= capability:
+                limit = larger
+        return limit
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        limit = self._maximum(device)
+        for name, dim in (("head_dim", spec.D), ("value head_dim", spec.Dv)):
+            if limit is not None and dim > limit:
+                on = f" on compute capability {dotted(device.compute_capability)}" if device.compute_capability else ""
+                return Reason(f"{name} {dim} > {limit}, the limit{on}")
+            if dim < self.minimum:
+                return Reason(f"{name} {dim} < {self.minimum}, the minimum")
+            if dim % self.multiple_of:
+                return Reason(
+                    f"{name} {dim} is not a multiple of {self.multiple_of}",
+                    f"pad to {-(-dim // self.multiple_of) * self.multiple_of} with softmax_scale={spec.D}**-0.5",
+                )
+        return None
+
+    def describe(self) -> str:
+        parts = [f"head dim <= {self.maximum}"] if self.maximum else []
+        parts += [f"<= {larger} from compute capability {dotted(c)}" for c, larger in self.maximum_from]
+        parts += [f">= {self.minimum}"] if self.minimum > 1 else []
+        parts += [f"a multiple of {self.multiple_of}"] if self.multiple_of > 1 else []
+        return ", ".join(parts) or "any head dim"
+
+
+@dataclasses.dataclass(frozen=True)
+class MinQueryLength:
+    """The query is at least `minimum` rows long."""
+
+    minimum: int
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        return Reason(f"query length {spec.T} < {self.minimum}, the minimum") if spec.T < self.minimum else None
+
+    def describe(self) -> str:
+        return f"query length >= {self.minimum}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthMultiple:
+    """Query and key length are multiples of `multiple_of`."""
+
+    multiple_of: int
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        for name, length in (("query length", spec.T), ("key length", spec.S)):
+            if length % self.multiple_of:
+                return Reason(
+                    f"{name} {length} is not a multiple of {self.multiple_of}",
+                    f"pad to {-(-length // self.multiple_of) * self.multiple_of} and pass q_lengths and kv_lengths",
+                )
+        return None
+
+    def describe(self) -> str:
+        return f"lengths a multiple of {self.multiple_of}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfAttentionMask:
+    """A mask of positions needs T == S, so that no row is empty and no key hidden from all."""
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if spec.mask is None or spec.T == spec.S:
+            return None
+        return Reason(
+            f"query length {spec.T} != key length {spec.S} under {spec.mask}, which can leave rows empty or keys hidden"
+        )
+
+    def describe(self) -> str:
+        return "T == S if causal or windowed"
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftWindowOnly:
+    """A window is (left, 0), together with causal masking."""
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if Feature.WINDOW not in spec.features or spec.mask is None:
+            return None
+        windows = [part for part in spec.mask.conjuncts() if Feature.WINDOW in part.features()]
+        if len(windows) > 1:
+            return Reason(f"{len(windows)} windows in one mask, at most 1 is taken", "pass their intersection")
+        window = windows[0]
+        left, right = window.left, window.right  # type: ignore[attr-defined]
+        if left is None:
+            return Reason("the window is open to the left, it must have a left size")
+        if right != 0 and Feature.CAUSAL not in spec.features:
+            return Reason(f"window right size {right} != 0 without causal masking")
+        return None
+
+    def describe(self) -> str:
+        return "window only with a left size, and with right size 0 or causal"
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenLengthsWithBiasGradient:
+    """With a trained bias, query and key length are even."""
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if not spec.differentiable or not spec.features & {Feature.BIAS, Feature.MASK, Feature.SEGMENTS}:
+            return None
+        if spec.T % 2 == 0 and spec.S % 2 == 0:
+            return None
+        return Reason(
+            f"query length {spec.T}, key length {spec.S}: with a bias or dense mask, training needs both even",
+            "pad by one and mask it, or pass differentiable=False",
+        )
+
+    def describe(self) -> str:
+        return "even lengths when a bias or dense mask is trained through"
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeCapability:
+    """NVIDIA compute capability of at least `minimum`."""
+
+    minimum: tuple[int, int]
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        found = device.compute_capability
+        if found is None:
+            return Reason(f"{device.name} reports no compute capability, {dotted(self.minimum)} is needed")
+        if found < self.minimum:
+            return Reason(f"compute capability {dotted(found)} < {dotted(self.minimum)}, the minimum")
+        return None
+
+    def describe(self) -> str:
+        return f"compute capability >= {dotted(self.minimum)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnVersion:
+    """cuDNN is installed, in at least version `minimum`; `minimum_for` asks more of one compute capability."""
+
+    minimum: tuple[int, ...]
+    minimum_for: tuple[tuple[tuple[int, int], tuple[int, ...]], ...] = ()
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if device.cudnn is None:
+            return Reason(f"no cuDNN found, {dotted(self.minimum)} is needed", "pip install 'attention-ops[cuda]'")
+        needed = dict(self.minimum_for).get(device.compute_capability or (0, 0), self.minimum)
+        if device.cudnn < needed:
+            on = f" on compute capability {dotted(device.compute_capability)}" if needed != self.minimum else ""
+            return Reason(f"cuDNN {dotted(device.cudnn)} < {dotted(needed)}, the minimum{on}", "upgrade nvidia-cudnn")
+        return None
+
+    def describe(self) -> str:
+        extra = "".join(f", >= {dotted(v)} on compute capability {dotted(c)}" for c, v in self.minimum_for)
+        return f"cuDNN >= {dotted(self.minimum)}{extra}"
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxVersion:
+    """JAX in at least version `minimum`."""
+
+    minimum: tuple[int, ...]
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if device.jax >= self.minimum:
+            return None
+        return Reason(f"JAX {dotted(device.jax)} < {dotted(self.minimum)}, the minimum", "upgrade jax")
+
+    def describe(self) -> str:
+        return f"JAX >= {dotted(self.minimum)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Requires:
+    """A package is installed."""
+
+    package: str
+    install: str
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if importlib.util.find_spec(self.package) is not None:
+            return None
+        return Reason(f"the package {self.package} is not installed", f"pip install {self.install}")
+
+    def describe(self) -> str:
+        return f"package {self.package}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxDtype:
+    """The softmax dtype is the route's own, which cannot be changed."""
+
+    name: str = "float32"
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if str(spec.softmax_dtype) == self.name:
+            return None
+        return Reason(f"softmax dtype {spec.softmax_dtype} is asked for, the kernel's is {self.name}")
+
+    def describe(self) -> str:
+        return f"softmax in {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasDtype:
+    """A bias has the runtime dtype, because the kernel would round it to that."""
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if spec.bias_dtype is None or spec.bias_dtype == spec.dtype:
+            return None
+        return Reason(f"bias dtype {spec.bias_dtype} != runtime dtype {spec.dtype}, to which it would be rounded", f"cast the bias to {spec.dtype}")
+
+    def describe(self) -> str:
+        return "bias in the runtime dtype"

@@ -1,0 +1,142 @@
+"""YAML as plain data: read with limits and line numbers, written back in the same shape. Imported by config.py only."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from attention_ops.errors import ConfigError, closest_first
+
+MAX_BYTES = 1_000_000
+"""Largest file that is read. A config is a page of text."""
+MAX_VALUES = 20_000
+"""Most values a file may hold once its aliases are written out."""
+
+Path = tuple[str, ...]
+_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a config came from. Heads every message: `configs/x.yaml:7: layer_types.local.causal: `."""
+
+    where: str
+    lines: Mapping[Path, int] = dataclasses.field(default_factory=dict)
+
+    def at(self, path: Iterable[Any], sentence: str, line: int | None = None) -> str:
+        keys = tuple(map(str, path))
+        if line is None:  # of the key itself, or of the nearest key around it
+            line = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), None)
+        text = "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in keys).removeprefix(".")
+        return f"{self.where}{f':{line}' if line else ''}: {f'{text}: ' if text else ''}{sentence}"
+
+
+def shown(value: Any) -> str:
+    """Return a short form of a value and its type, for "found ..."."""
+    return "null" if value is None else f"{_repr.repr(value)} ({type(value).__name__})"
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], Place]:
+    """Return the mapping in a YAML file, and the place that knows its lines. Anything but plain data is a ConfigError."""
+    place = Place(os.fspath(path))
+    try:
+        data, lines = _parse(_text(path, place), place)
+    except RecursionError:
+        raise ConfigError(place.at((), "is nested too deeply; a config has four levels at most")) from None
+    if data is None:
+        raise ConfigError(place.at((), "is empty; a config has lines of `key: value`, for example name: my_model"))
+    if not isinstance(data, dict):
+        raise ConfigError(place.at((), f"found {shown(data)}; allowed is a mapping: lines of `key: value`"))
+    return data, Place(place.where, lines)
+
+
+def _text(path: str | os.PathLike[str], place: Place) -> str:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        folder, name = os.path.split(os.fspath(path))
+        files = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+        near = closest_first(name, [file for file in files if file.endswith((".yaml", ".yml"))])[:3]
+        hint = f"; nearest in that folder: {', '.join(near)}" if near else ""
+        raise ConfigError(place.at((), f"no such file{hint}")) from None
+    except OSError as error:
+        raise ConfigError(place.at((), f"cannot be read: {error.strerror or error}")) from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(place.at((), f"has more than {MAX_BYTES} bytes, the limit; a config is a page of text"))
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(place.at((), f"is not UTF-8 text (byte {error.start}); a config is a text file in YAML")) from None
+
+
+def _parse(text: str, place: Place) -> tuple[Any, dict[Path, int]]:
+    lines: dict[Path, int] = {}
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _inspect(node, (), lines, {}, place)
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else None
+        raise ConfigError(place.at((), f"is not YAML: {error.problem or error.context}", line)) from None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of too many digits
+        raise ConfigError(place.at((), f"is not YAML: {str(error).splitlines()[0]}")) from None
+
+
+def _inspect(node: yaml.Node, path: Path, lines: dict[Path, int], sizes: dict[int, int | None], place: Place) -> int:
+    """Return how many values `node` holds with its aliases written out; refuse what is not plain data."""
+
+    def refusal(sentence: str, at: yaml.Node = node) -> ConfigError:
+        return ConfigError(place.at(path, sentence, at.start_mark.line + 1))
+
+    if id(node) in sizes:
+        size = sizes[id(node)]
+        if size is None:
+            raise refusal("an alias contains itself; write the value out")
+        return size
+    if node.tag not in _PLAIN:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise refusal(
+            f"found a value of type {tag}; allowed are text, numbers, true, false, null, lists and mappings: "
+            f"remove the tag, or quote what is text"
+        )
+    sizes[id(node)], size, keys = None, 1, set()
+    children: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+    for number, child in enumerate(children):
+        key, value = child if isinstance(node, yaml.MappingNode) else (None, child)
+        if key is not None and (not isinstance(key, yaml.ScalarNode) or key.tag not in _PLAIN):
+            raise refusal("a key is not plain text; allowed are lines of `key: value`", key)
+        name = str(number) if key is None else key.value
+        if name in keys:
+            raise refusal(f"the key {name!r} is given twice; keep one", key or node)
+        keys.add(name)
+        lines.setdefault((*path, name), (key or value).start_mark.line + 1)
+        size += _inspect(value, (*path, name), lines, sizes, place)
+        if size > MAX_VALUES:
+            raise refusal(f"holds more than {MAX_VALUES} values with its aliases written out; a config is a page of text")
+    sizes[id(node)] = size
+    return size
+
+
+def dump(data: Mapping[str, Any]) -> str:
+    """Return `data` as YAML, keys in their order, lists and small mappings on one line."""
+    return yaml.safe_dump(_plain(data), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
