@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from attention_ops.device import DeviceProfile, as_profile, describe
 from attention_ops.errors import FallbackWarning, NoRouteError
@@ -40,26 +41,27 @@ def attention(
 ) -> AttentionOutput:
     """Scaled dot-product attention by the implementation of a name.
 
-    The law is in docs/numerics.md: logits are scaled, capped, biased, masked; the softmax runs in float32 or wider; a row with
-    no allowed key gives 0.
+        The law is in docs/numerics.md: logits are scaled, capped, biased, masked; the softmax runs in float32 or wider; a row with
+        no allowed key gives 0.
 
-    Args:
-        query: [B, T, H, D].
-        key: [B, S, K, D], where K divides H; query head h reads key/value head h // (H // K).
-        value: [B, S, K, Dv].
-        impl: an operation name, "auto" (the default), or a sequence of names to try in order.
-        metadata: dtypes, block sizes, backend and fallback policy.
-        **options: see `AttentionOptions`.
+        Args:
+            query: [B, T, H, D].
+            key: [B, S, K, D], where K divides H; query head h reads key/value head h // (H // K).
+            value: [B, S, K, Dv].
+            impl: an operation name, "auto" (the default), or a sequence of names to try in order.
+            metadata: dtypes, block sizes, backend and fallback policy.
+            **options: see `AttentionOptions`.
 
-    Raises:
-        TypeError, ValueError: the call itself is wrong. Raised before anything is planned.
-        UnknownOperationError: no operation has that name.
-        NoRouteError: no route can honour the request, or a fallback is needed and the policy is "error".
+        Raises:
+            TypeError, ValueError: the call itself is wrong. Raised before anything is planned.
+            UnknownOperationError: no operation has that name.
+            NoRouteError: no route can honour the request, or a fallback is needed and the policy is "error".
 
-    >>> import jax.numpy as jnp
-    >>> q = jnp.ones((1, 4, 2, 8))
-    >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
-    (1, 4, 2, 8)
+        >>> import jax.numpy as jnp
+    from jax.core import Tracer
+        >>> q = jnp.ones((1, 4, 2, 8))
+        >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
+        (1, 4, 2, 8)
     """
     metadata = _DEFAULT_METADATA if metadata is None else metadata
     if impl is not None:
@@ -140,7 +142,7 @@ def _device_of(query: Any, metadata: OperationMetadata) -> DeviceProfile:
     """Return where a call would run: the backend of the metadata, else where the query is, else JAX's default device."""
     if metadata.backend not in (None, "native"):
         return DeviceProfile.current(metadata.backend)
-    if isinstance(query, jax.Array) and not isinstance(query, jax.core.Tracer):
+    if isinstance(query, jax.Array) and not isinstance(query, Tracer):
         return describe(next(iter(query.devices())))
     return DeviceProfile.current()
 
@@ -215,7 +217,7 @@ def _checked(output: Any, request: AttentionRequest, route: str) -> AttentionOut
             raise TypeError(f"{route} returned no {name}, which it declares")
         if array is not None and wanted and (array.shape != shape or array.dtype != dtype):
             raise TypeError(f"{route} returned {name} of {array.shape} {array.dtype}, expected {shape} {dtype}")
-    return AttentionOutput(*(array if wanted else None for _, array, _, _, wanted in contract))
+    return AttentionOutput(*(array if wanted else None for _, array, _, _, wanted in contract))  # type: ignore[arg-type]
 
 
 _reported: dict[Any, None] = {}

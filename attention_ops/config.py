@@ -1,23 +1,31 @@
 """Model configs: a model's attention geometry and the operation that runs it, from YAML to a callable.
 
 `load_config` reads the file, `AttentionConfig.build` gives one layer's attention, `AttentionConfig.from_hf` reads a Hugging
-Face `config.json`. Loaded by `attention_ops.__getattr__` when first used: pydantic and PyYAML are imported here and in hf.py only.
+Face `config.json`. The package loads this module when it is first asked for: pydantic and PyYAML are imported nowhere else.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
 
 import jax
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from attention_ops import masks
-from attention_ops.errors import ConfigError, UnknownOperationError, closest_first, did_you_mean
-from attention_ops.metadata import BACKEND_NAMES, FallbackPolicy, OperationMetadata
-from attention_ops.yamlio import Place, dump, read, shown
+from attention_ops import api, masks
+from attention_ops.config_errors import Place, Schema, sentences, shown
+from attention_ops.errors import ConfigError, UnknownOperationError, did_you_mean
+from attention_ops.metadata import FallbackPolicy, OperationMetadata
+from attention_ops.registry import OperationRegistry
+from attention_ops.request import AttentionOptions, AttentionOutput
+from attention_ops.yamlio import dump, read
+
+if TYPE_CHECKING:
+    from attention_ops.planner import Plan
 
 AXES = ("batch_axis", "head_axis", "kv_head_axis", "sequence_axis", "query_sequence_axis", "key_sequence_axis")
 ONE_KIND = "all"
@@ -71,29 +79,27 @@ class _Frozen(pydantic.BaseModel):
 class LayerConfig(_Frozen):
     """The attention of one kind of layer, complete. What an entry of `layer_types` leaves out it takes from the top level."""
 
-    num_heads: Annotated[Count, Field(description="a whole number of query heads", examples=[32])]
+    num_heads: Annotated[Count, Field(description="the number of query heads, 1 or more", examples=[32])]
     num_kv_heads: Annotated[Count, Field(description="a whole number that divides num_heads", examples=[8])]
-    head_dim: Annotated[Count, Field(description="a whole number, the width of a query and key head", examples=[64])]
+    head_dim: Annotated[Count, Field(description="the width of a query and key head, 1 or more", examples=[64])]
     value_head_dim: Annotated[
-        Count | None, Field(description="a whole number, or null: the same as head_dim", examples=[128])
+        Count | None, Field(description="a whole number of 1 or more, or null: the same as head_dim", examples=[128])
     ] = None
-    max_length: Annotated[Count, Field(description="a whole number, the longest query sequence", examples=[8192])]
+    max_length: Annotated[Count, Field(description="the longest query sequence, 1 or more", examples=[8192])]
     kv_length: Annotated[
         Count | None,
-        Field(description="a whole number of keys (cross attention), or null: as many as queries", examples=[1500]),
+        Field(description="the number of keys where it is fixed (cross attention), or null", examples=[1500]),
     ] = None
     causal: Annotated[bool, Field(description="true or false", examples=["true"])]
     sliding_window: Annotated[tuple[int | None, int | None] | None, BeforeValidator(_window)] = None
     chunk_size: Annotated[
-        Count | None, Field(description="a whole number: positions attend only inside their chunk; or null", examples=[8192])
+        Count | None, Field(description="a length of 1 or more: positions attend inside their chunk; or null", examples=[8192])
     ] = None
     logits_soft_cap: Annotated[Positive | None, Field(description="a number above 0, or null", examples=[50.0])] = None
     softmax_scale: Annotated[
         Positive | None, Field(description="a number above 0, or null: head_dim ** -0.5", examples=[0.125])
     ] = None
-    sinks: Annotated[
-        bool, Field(description="true: each call must bring softmax_aux; or false", examples=["true"])
-    ] = False
+    sinks: Annotated[bool, Field(description="true: each call must bring softmax_aux; or false", examples=["true"])] = False
     operation: Annotated[str | tuple[str, ...], BeforeValidator(_operation)] = "auto"
 
     @field_validator("num_kv_heads")
@@ -140,10 +146,8 @@ class AttentionConfig(LayerConfig):
     """
 
     name: Annotated[str, Field(description="text, the model's name", examples=["llama3_2_1b"])]
-    source: Annotated[
-        str | None, Field(description="text, where the facts are published", examples=["the model card"])
-    ] = None
-    num_layers: Annotated[Count, Field(description="a whole number of attention layers", examples=[16])]
+    source: Annotated[str | None, Field(description="text, where the facts are published", examples=["the model card"])] = None
+    num_layers: Annotated[Count, Field(description="the number of attention layers, 1 or more", examples=[16])]
     layer_types: Annotated[
         dict[str, LayerConfig], Field(description="a mapping from kinds of layers to what differs in each")
     ] = {}
@@ -169,7 +173,8 @@ class AttentionConfig(LayerConfig):
     ] = {}
     fallback: Annotated[FallbackPolicy, Field(description="warn, silent or error")] = "warn"
     backend: Annotated[
-        Literal[BACKEND_NAMES] | None, Field(description=f"{', '.join(BACKEND_NAMES)}, or null: where the arrays are")
+        Literal["cpu", "cuda", "gpu", "native", "rocm", "tpu"] | None,
+        Field(description="cpu, cuda, gpu, native, rocm, tpu, or null: where the arrays are"),
     ] = None
     partition_axis: Annotated[
         dict[str, str | tuple[str, ...] | None] | None,
@@ -195,7 +200,7 @@ class AttentionConfig(LayerConfig):
         if kinds and not value:
             example = f"for example pattern: [{', '.join(kinds)}]"
             raise ValueError(f"layer_types has {', '.join(kinds)}, and nothing says which layer is which; add it, {example}")
-        return _known_kinds(value, kinds)
+        return value if kinds is None else _known_kinds(value, kinds)
 
     @field_validator("pattern_tail")
     @classmethod
@@ -227,7 +232,8 @@ class AttentionConfig(LayerConfig):
         try:
             return cls.model_validate(data)
         except pydantic.ValidationError as error:
-            raise ConfigError("\n".join(_problems(error, data, place))) from None
+            schema = Schema(AttentionConfig.model_fields, LayerConfig.model_fields)
+            raise ConfigError("\n".join(sentences(error.errors(include_url=False), data, place, schema))) from None
 
     @classmethod
     def from_hf(
@@ -236,14 +242,17 @@ class AttentionConfig(LayerConfig):
         """Read a Hugging Face `config.json`: a path, the folder that holds it, or its contents. See `attention_ops.hf`."""
         from attention_ops import hf
 
-        data, where = hf.read(source, name=name, ignore=frozenset(ignore))
+        data, where = hf.convert(source, name, frozenset(ignore))
         return cls.from_dict(data, where)
 
     def to_yaml(self) -> str:
         """Return the YAML that `load_config` reads back to an equal config. Facts at their default are left out."""
-        from attention_ops import hf
-
-        return hf.dump(self)
+        data = self.model_dump(exclude_defaults=True)
+        for facts in data.get("layer_types", {}).values():
+            for field in [field for field in facts if facts[field] == getattr(self, field)]:
+                del facts[field]
+        first = ("name", "source", "num_layers")
+        return dump({field: data[field] for field in dict.fromkeys((*first, *data)) if field in data})
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -258,29 +267,30 @@ class AttentionConfig(LayerConfig):
 
     def layer(self, which: int | str | None = None) -> LayerConfig:
         """Return the facts of a layer by its number or kind. None is the only kind there is."""
-        kinds = self.layer_kinds
-        if which is None:
-            if len(self.kinds) > 1:
-                listed = "; ".join(f"{kind}: {_layers(kinds, kind)}" for kind in self.kinds)
-                raise ConfigError(
-                    f"{self.name}: its layers differ ({listed}); name one, "
-                    f"for example build(0) or build({self.kinds[0]!r})"
-                )
-            which = self.kinds[0]
-        if isinstance(which, str):
-            if which not in self.kinds:
-                raise ConfigError(
-                    f"{self.name}: no layer is of the kind {which!r}.{did_you_mean(which, self.kinds)} "
-                    f"Kinds: {', '.join(self.kinds)}"
-                )
-            return self.layer_types.get(which, self)
-        if isinstance(which, bool) or not 0 <= which < self.num_layers:
-            raise ConfigError(f"{self.name}: layer {which!r} does not exist; allowed: 0 to {self.num_layers - 1}, or a kind")
-        return self.layer_types.get(kinds[which], self)
+        kinds, order = self.kinds, self.layer_kinds
+        if which is None and len(kinds) > 1:
+            differ = "; ".join(f"{kind}: {_layers(order, kind)}" for kind in kinds)
+            raise ConfigError(f"{self.name}: its layers differ ({differ}); name one: build(0) or build({kinds[0]!r})")
+        if isinstance(which, int) and not isinstance(which, bool) and 0 <= which < self.num_layers:
+            which = order[which]
+        which = kinds[0] if which is None else which
+        if which not in kinds:
+            hint = did_you_mean(str(which), kinds)
+            allowed = f"a layer from 0 to {self.num_layers - 1}, or a kind: {', '.join(kinds)}"
+            raise ConfigError(f"{self.name}: there is no layer {which!r}.{hint} Allowed: {allowed}")
+        return self.layer_types.get(str(which), self)
 
-    def metadata(self) -> OperationMetadata:
-        """Return the settings of its operations. Put a mesh in with `dataclasses.replace`."""
-        return OperationMetadata.from_config(self)
+    def build(self, layer: int | str | None = None, *, mesh: Any = None) -> ConfiguredAttention:
+        """Return a layer's attention, ready to call: its number, its kind, or None where all layers are alike."""
+        facts, names = self.layer(layer), self.kinds
+        kind = next((kind for kind, found in self.layer_types.items() if found is facts), None)
+        return ConfiguredAttention(
+            operation=(facts.operation,) if isinstance(facts.operation, str) else facts.operation,
+            options=MappingProxyType(facts.options()),
+            metadata=dataclasses.replace(OperationMetadata.from_config(self), mesh=mesh),
+            sinks=facts.sinks,
+            source=f"config {self.name}" + (f", {kind} layers" if kind and len(names) > 1 else ""),
+        )
 
     def shapes(
         self, batch: int = 1, length: int | None = None, layer: int | str | None = None, dtype: Any = None
@@ -312,8 +322,8 @@ class AttentionConfig(LayerConfig):
         return self.from_dict(self._reduced(*size) | {"layer_types": kinds}, f"{self.name} (reduced)")
 
 
-def _known_kinds(names: tuple[str, ...], kinds: Mapping[str, Any] | None) -> tuple[str, ...]:
-    for name in names if kinds is not None else ():
+def _known_kinds(names: tuple[str, ...], kinds: Mapping[str, Any]) -> tuple[str, ...]:
+    for name in names:
         if name not in kinds:
             allowed = ", ".join(kinds) or "none: layer_types is empty"
             raise ValueError(f"found the kind {name!r}.{did_you_mean(name, kinds)} Kinds in layer_types: {allowed}")
@@ -328,41 +338,62 @@ def _layers(kinds: tuple[str, ...], kind: str) -> str:
 # ---------------------------------------------------------------- errors a person can act on
 
 
-def _problems(error: pydantic.ValidationError, data: Any, place: Place) -> list[str]:
-    lines, seen = [], set()
-    for problem in error.errors(include_url=False):
-        loc = tuple(part for part in problem["loc"] if part != "[key]")
-        loc = loc[:1] if loc[:1] and loc[0] not in ("layer_types", "block_sizes") else loc[:3]
-        inherited = len(loc) == 3 and loc[0] == "layer_types" and loc[2] not in (data["layer_types"][loc[1]] or {})
-        if loc in seen or (inherited and problem["type"] != "value_error"):
-            continue  # said once, at the top level or by the first of a union's branches
-        seen.add(loc)
-        lines.append(place.at(loc, _sentence(problem, loc, data)))
-    return lines
+# ---------------------------------------------------------------- the callable
 
 
-def _sentence(problem: Mapping[str, Any], loc: tuple[Any, ...], data: Any) -> str:
-    kind = problem["type"]
-    if kind == "value_error":
-        return str(problem["ctx"]["error"])
-    if kind == "model_type" or kind == "model_attributes_type" or not loc:
-        return f"found {shown(problem['input'])}; allowed is a mapping of keys to values"
-    fields = LayerConfig.model_fields if loc[0] == "layer_types" and len(loc) > 1 else AttentionConfig.model_fields
-    allowed: Iterable[str] = ("q", "kv") if loc[0] == "block_sizes" else fields
-    if kind == "extra_forbidden" or (loc[0] == "block_sizes" and len(loc) > 1 and loc[1] not in ("q", "kv")):
-        key = str(loc[-1])
-        nearest = closest_first(key, allowed)
-        return f"is no key of a config; the nearest is {nearest[0]!r}. Allowed here: {', '.join(allowed)}"
-    name = str(loc[2]) if loc[0] == "layer_types" and len(loc) == 3 else str(loc[0])
-    field = fields[name]
-    example = f"; for example {name}: {field.examples[0]}" if field.examples else ""
-    found = "is missing" if kind == "missing" else f"found {shown(problem['input'])}"
-    nearest = did_you_mean(problem["input"], _choices(field.description)) if kind == "literal_error" else ""
-    return f"{found}; allowed is {field.description}{example}{f'.{nearest}' if nearest else ''}"
+@dataclasses.dataclass(frozen=True)
+class ConfiguredAttention:
+    """One layer's attention as its config has it: `attend(query, key, value, **options)`.
+
+    Options of the call win over the config's. A mask in the call comes on top of the config's chunks. `ao.use` wins over the
+    config's operation.
+
+    Attributes:
+        operation: the name, or the names tried in order.
+        options: the call options that the config fixes.
+        metadata: the settings of the operation.
+        sinks: whether each call must bring `softmax_aux`, the learned sinks [H].
+        source: what plans say of where the name came from.
+    """
+
+    operation: tuple[str, ...]
+    options: Mapping[str, Any] = dataclasses.field(hash=False)
+    metadata: OperationMetadata
+    sinks: bool
+    source: str
+
+    @property
+    def name(self) -> str:
+        """The operation's name; a chain is written with ">"."""
+        return " > ".join(self.operation)
+
+    def __call__(self, query: Any, key: Any, value: Any, **options: Unpack[AttentionOptions]) -> AttentionOutput:
+        """Run the layer's attention; see `attention_ops.attention` for the options and errors."""
+        if self.sinks and "softmax_aux" not in options:
+            raise ValueError(
+                f"{self.source} has attention sinks and the call brings none; pass softmax_aux=, one learned logit per "
+                f"query head [{query.shape[2]}], or softmax_aux=None to run without"
+            )
+        merged = self._merged(options)
+        return api.dispatch(query, key, value, merged, self.metadata, default=self.operation, source=self.source)
+
+    def plan(self, query: Any, key: Any, value: Any, device: Any = None, **options: Unpack[AttentionOptions]) -> Plan:
+        """Return the plan of such a call, without running it. Sinks, where the config has them, need not be given."""
+        merged = self._merged(options)
+        if self.sinks:
+            merged.setdefault("softmax_aux", jax.ShapeDtypeStruct((query.shape[2],), "float32"))
+        return api.plan(self.operation, query, key, value, device=device, metadata=self.metadata, **merged)
+
+    def _merged(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        merged = {**self.options, **options}
+        chunks, mask = self.options.get("mask"), options.get("mask")
+        if chunks is not None:
+            mask = mask if mask is None or isinstance(mask, masks.Mask) else masks.Dense(mask)
+            merged["mask"] = chunks if mask is None else chunks & mask
+        return merged
 
 
-def _choices(description: str | None) -> list[str]:
-    return [word.strip(",:") for word in (description or "").split()]
+# ---------------------------------------------------------------- the file
 
 
 def load_config(path: str | os.PathLike[str]) -> AttentionConfig:
@@ -372,16 +403,10 @@ def load_config(path: str | os.PathLike[str]) -> AttentionConfig:
     """
     data, place = read(path)
     config = AttentionConfig._checked(data, place)
-    _check_operations(config, place)
-    return config
-
-
-def _check_operations(config: AttentionConfig, place: Place) -> None:
-    from attention_ops.registry import OperationRegistry
-
-    for loc, facts in ((), config), *((("layer_types", kind), facts) for kind, facts in config.layer_types.items()):
+    for keys, facts in ((), config), *((("layer_types", kind), facts) for kind, facts in config.layer_types.items()):
         for name in (facts.operation,) if isinstance(facts.operation, str) else facts.operation:
             try:
-                OperationRegistry.get(name)
+                OperationRegistry.get(name.partition("/")[0])
             except UnknownOperationError as error:
-                raise ConfigError(place.at((*loc, "operation"), str(error))) from None
+                raise ConfigError(place.at((*keys, "operation"), str(error))) from None
+    return config

@@ -14,6 +14,7 @@ from attention_ops.errors import closest_first
 
 Platform = Literal["cpu", "cuda", "rocm", "tpu"]
 GIB = 1024**3
+JaxDevice = Any  # a jax.Device, whose name type checkers take for a variable
 
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cuda": ("cuda", "gpu", "native"),
@@ -37,16 +38,16 @@ def dotted(version: tuple[int, ...]) -> str:
 class DeviceProfile:
     """The facts about a device that rules ask for.
 
-    `compute_capability` is NVIDIA's (major, minor); `memory` is in bytes; `cudnn` is a version, (9, 10, 1), or None when there
-    is none. A profile can be made by hand for a device that is not at hand.
+    `compute_capability` is NVIDIA's (major, minor); `memory` is in bytes; `cudnn_version` is None
+    when there is no cuDNN. A profile can be made by hand for a device that is not at hand.
     """
 
     name: str
     platform: Platform
     compute_capability: tuple[int, int] | None = None
     memory: int | None = None
-    cudnn: tuple[int, ...] | None = None
-    jax: tuple[int, ...] = dataclasses.field(default_factory=lambda: version_tuple(jax.__version__))
+    cudnn_version: tuple[int, ...] | None = None
+    jax_version: tuple[int, ...] = dataclasses.field(default_factory=lambda: version_tuple(jax.__version__))
 
     def __post_init__(self) -> None:
         if self.platform not in BACKENDS:
@@ -61,12 +62,12 @@ class DeviceProfile:
         if self.compute_capability:
             facts.append(f"compute capability {dotted(self.compute_capability)}")
         if self.platform == "cuda":
-            facts.append(f"cuDNN {dotted(self.cudnn)}" if self.cudnn else "no cuDNN")
+            facts.append(f"cuDNN {dotted(self.cudnn_version)}" if self.cudnn_version else "no cuDNN")
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
     @staticmethod
     def named(name: str, **overrides: Any) -> DeviceProfile:
-        """Return the profile of a known kind of device; keyword arguments replace fields (`cudnn=(9, 5, 0)`)."""
+        """Return the profile of a known kind of device; keyword arguments replace fields (`cudnn_version=(9, 5, 0)`)."""
         key = name.lower().replace("_", "-")
         if key not in _NAMED:
             raise ValueError(f"device {name!r} is not known; known are {', '.join(closest_first(key, _NAMED))}")
@@ -85,7 +86,7 @@ def _current(platform: str | None) -> DeviceProfile:
 
 
 @functools.lru_cache(maxsize=64)
-def describe(device: jax.Device) -> DeviceProfile:
+def describe(device: JaxDevice) -> DeviceProfile:
     """Return the profile of one JAX device."""
     if device.platform == "gpu":
         return _describe_gpu(device)
@@ -94,7 +95,7 @@ def describe(device: jax.Device) -> DeviceProfile:
     return DeviceProfile(name="cpu", platform="cpu")
 
 
-def _describe_gpu(device: jax.Device) -> DeviceProfile:
+def _describe_gpu(device: JaxDevice) -> DeviceProfile:
     version = device.client.platform_version.lower()
     if "rocm" in version:
         return DeviceProfile(name=device.device_kind, platform="rocm")
@@ -104,7 +105,7 @@ def _describe_gpu(device: jax.Device) -> DeviceProfile:
         platform="cuda",
         compute_capability=(capability[0], capability[1]) if len(capability) == 2 else None,
         memory=(device.memory_stats() or {}).get("bytes_limit"),
-        cudnn=_cudnn_version(),
+        cudnn_version=_cudnn_version(),
     )
 
 
@@ -141,7 +142,7 @@ _NAMED = {
 }
 
 
-def as_profile(device: DeviceProfile | jax.Device | str | None) -> DeviceProfile:
+def as_profile(device: DeviceProfile | JaxDevice | str | None) -> DeviceProfile:
     """Return the profile that a user's `device=` names: None is the device at hand."""
     if device is None:
         return DeviceProfile.current()

@@ -1,4 +1,4 @@
-"""The errors and warnings of attention_ops. Caller errors that have a built-in kind (shape, dtype) use ValueError and TypeError."""
+"""The errors and warnings of attention_ops. Caller errors of a built-in kind (shape, dtype) are ValueError and TypeError."""
 
 from __future__ import annotations
 

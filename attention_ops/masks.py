@@ -54,7 +54,7 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Where a kernel stands: one batch row, `heads` from head `head`, `rows` from `row`, `cols` from `col`. Origins may be traced."""
+    """Where a kernel stands: one batch row, `heads` from `head`, `rows` from `row`, `cols` from `col`; origins may be traced."""
 
     batch: Any
     head: Any
@@ -68,7 +68,7 @@ class Tile:
 class HostArray:
     """A numpy array that is compared and hashed by its content, so that it can be static under `jax.jit`."""
 
-    __slots__ = ("array", "_digest")
+    __slots__ = ("_digest", "array")
 
     def __init__(self, array: np.ndarray):
         self.array = np.ascontiguousarray(array)
@@ -119,7 +119,7 @@ class Mask:
             return NotImplemented
         return all(
             a is b or (not isinstance(a, jax.Array | np.ndarray) and a == b)
-            for a, b in zip(_values(self), _values(other), strict=True)
+            for a, b in zip(_values(self), _values(other), strict=True)  # type: ignore[arg-type]
         )
 
     def __hash__(self) -> int:
@@ -152,7 +152,7 @@ class Mask:
     @property
     def needs_offset(self) -> bool:
         """Whether a part takes its positions from the call's query_offset."""
-        return any(isinstance(leaf, Positional) and leaf.offset is None for leaf in self.leaves())
+        return any(isinstance(leaf, Positional) and leaf.stated_offset is None for leaf in self.leaves())
 
     def map_leaves(self, function: Callable[[Mask], Mask]) -> Mask:
         """Return the same expression with every leaf mask replaced."""
@@ -161,9 +161,7 @@ class Mask:
     def resolve(self, offset: int | Array) -> Mask:
         """Return the mask with `offset` where none was stated."""
         return self.map_leaves(
-            lambda leaf: dataclasses.replace(leaf, offset=offset)
-            if isinstance(leaf, Positional) and leaf.offset is None
-            else leaf
+            lambda leaf: dataclasses.replace(leaf, offset=offset)  # type: ignore[call-arg] if isinstance(leaf, Positional) and leaf.stated_offset is None else leaf
         )
 
     def abstract(self) -> Mask:
@@ -282,14 +280,19 @@ class Positional(Mask):
         """Return (may, must) for a tile whose positions run from first to last, ends included."""
         raise NotImplementedError
 
+    @property
+    def stated_offset(self) -> Offset:
+        """The `offset` every subclass has as its last field."""
+        return self.offset  # type: ignore[attr-defined]
+
     def parameters(self) -> tuple[Any, ...]:
-        return (self.offset,)  # type: ignore[attr-defined]
+        return (self.stated_offset,)
 
     def check_leaf(self, B: int, H: int, T: int, S: int) -> None:
-        _check_rows("query_offset", self.offset, B)  # type: ignore[attr-defined]
+        _check_rows("query_offset", self.stated_offset, B)
 
     def _offset(self) -> Any:
-        offset = self.offset  # type: ignore[attr-defined]
+        offset = self.stated_offset
         if offset is None:
             raise ValueError(f"{type(self).__name__.lower()} has no query_offset yet: call resolve(offset) first")
         return offset
@@ -316,7 +319,7 @@ class Positional(Mask):
         return self
 
 
-def _iota(size: int, axis: int) -> Int[Array, "..."]:
+def _iota(size: int, axis: int) -> Int[Array, ...]:
     shape = (size, 1) if axis == 0 else (1, size)
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
@@ -357,9 +360,7 @@ class Window(Positional):
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(
-                    f"sliding_window {side} must be an integer or None (unlimited), found {type(value).__name__}"
-                )
+                raise TypeError(f"sliding_window {side} must be an integer or None (unlimited), found {type(value).__name__}")
             if value < 0:
                 raise ValueError(f"sliding_window {side} is {value}; allowed is 0 or more, or None for unlimited")
             object.__setattr__(self, side, int(value))
@@ -457,7 +458,7 @@ class Segments(Mask):
     """
 
     q: Int[Array, "b T"]
-    kv: Int[Array, "b S"] | None = None
+    kv: Int[Array, "b S"] = None  # type: ignore[assignment]  # q again, see __post_init__
 
     def __post_init__(self) -> None:
         if self.kv is None:
@@ -522,7 +523,7 @@ class Lengths(Mask):
 
     def __post_init__(self) -> None:
         for name, lengths in (("q_lengths", self.q), ("kv_lengths", self.kv)):
-            if _is_array(lengths) and not jnp.issubdtype(lengths.dtype, jnp.integer):
+            if lengths is not None and not jnp.issubdtype(lengths.dtype, jnp.integer):
                 raise TypeError(f"{name} must be integers, found {lengths.dtype}; cast with {name}.astype('int32')")
 
     def features(self) -> frozenset[Feature]:
@@ -572,7 +573,7 @@ class Dense(Mask):
     is run-time data: empty tiles are found and skipped when it runs.
     """
 
-    array: Bool[Array, "b h t s"] | HostArray
+    array: Bool[Array, "b h t s"] | HostArray | jax.ShapeDtypeStruct
 
     def __post_init__(self) -> None:
         array = self.array
@@ -689,7 +690,6 @@ def simplify(mask: Mask, T: int, S: int) -> Mask | None:
         return None
     kept = tuple(part for part in mask.conjuncts() if not (part.is_static and _sees_everything(part, T, S)))
     return None if not kept else kept[0] if len(kept) == 1 else And(kept)
-
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -94,7 +94,7 @@ class OperationMetadata:
 class _FrozenMapping(Mapping[str, Any]):
     """A mapping that cannot be changed and can be hashed."""
 
-    __slots__ = ("_items", "_hash")
+    __slots__ = ("_hash", "_items")
 
     def __init__(self, items: Mapping[str, Any]):
         if not isinstance(items, Mapping):
@@ -136,7 +136,7 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype | None:
         raise TypeError(f"{name} is {dtype!r}, which is no dtype; allowed are float16, bfloat16, float32, float64") from None
     if not jnp.issubdtype(resolved, jnp.floating):
         raise TypeError(f"{name} is {resolved}; allowed are floating dtypes: float16, bfloat16, float32, float64")
-    if resolved == jnp.float64 and not jax.config.jax_enable_x64:
+    if resolved == jnp.float64 and jax.dtypes.canonicalize_dtype(resolved) != resolved:
         raise TypeError(f"{name} is float64, which JAX would truncate to float32; set JAX_ENABLE_X64=1 first")
     return resolved
 

@@ -58,7 +58,7 @@ _REMEDIES = {Feature.GRADIENT: "pass differentiable=False where no gradient is t
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far a route may be from the float64 reference, as a multiple of the error of the plain computation in the same dtype."""
+    """How far a route may be from the float64 reference: multiples of the error of the plain computation in its dtype."""
 
     forward: float = 4.0
     gradient: float = 6.0
@@ -134,9 +134,7 @@ class OperationImpl:
 
         return dispatch(query, key, value, options, self.metadata, default=(self.name,), source="operation")
 
-    def plan(
-        self, query: Any, key: Any, value: Any, *, device: Any = None, **options: Unpack[AttentionOptions]
-    ) -> Plan:
+    def plan(self, query: Any, key: Any, value: Any, *, device: Any = None, **options: Unpack[AttentionOptions]) -> Plan:
         """Return the plan of such a call, without running it."""
         from attention_ops.api import plan
 

@@ -190,9 +190,7 @@ def backends_for(metadata: OperationMetadata, device: DeviceProfile) -> tuple[st
     return BACKENDS.get(backend) or (("gpu", "native") if backend == "gpu" else ("native",))
 
 
-def _expand(
-    requested: tuple[str, ...], spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile
-) -> tuple[str, ...]:
+def _expand(requested: tuple[str, ...], spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> tuple[str, ...]:
     names: list[str] = []
     for name in requested:
         operation = registry.OperationRegistry.get(name.partition("/")[0])
@@ -209,7 +207,9 @@ def _routes(name: str, backends: tuple[str, ...]) -> tuple[type[OperationImpl], 
     if backend:
         if backend not in operation.routes:
             routes = ", ".join(f"{stem}/{found}" for found in operation.routes)
-            raise UnknownOperationError(f"no route is named {name!r}; {stem} has {routes or 'none'} (of {', '.join(BACKEND_NAMES)})")
+            raise UnknownOperationError(
+                f"no route is named {name!r}; {stem} has {routes or 'none'} (of {', '.join(BACKEND_NAMES)})"
+            )
         backends = tuple(found for found in backends if found == backend)
     return operation, [operation.routes[found] for found in backends if found in operation.routes]
 

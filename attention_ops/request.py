@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from attention_ops.errors import did_you_mean
@@ -197,9 +198,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def make_request(
-    query: Any, key: Any, value: Any, options: Mapping[str, Any], metadata: OperationMetadata
-) -> AttentionRequest:
+def make_request(query: Any, key: Any, value: Any, options: Mapping[str, Any], metadata: OperationMetadata) -> AttentionRequest:
     """Check a call and make it canonical. Accepts arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
@@ -212,7 +211,9 @@ def make_request(
     dtype = _runtime_dtype(query, key, value, metadata)
     softmax_dtype = metadata.softmax_dtype or np.promote_types(dtype, np.float32)
     if softmax_dtype.itemsize < dtype.itemsize:
-        raise ValueError(f"softmax_dtype {softmax_dtype} is narrower than the runtime dtype {dtype}; leave it None or use {dtype}")
+        raise ValueError(
+            f"softmax_dtype {softmax_dtype} is narrower than the runtime dtype {dtype}; leave it None or use {dtype}"
+        )
 
     mask = _mask(given, B, T, S, H)
     bias = _bias(given["bias"], B, H, T, S)
@@ -371,7 +372,8 @@ def _segments(given: dict[str, Any], T: int, S: int) -> list[Mask]:
     if q is None or (kv is None and T != S):
         missing, have = ("q_segment_ids", "kv_segment_ids") if q is None else ("kv_segment_ids", "q_segment_ids")
         raise ValueError(
-            f"{have} is given without {missing}: query length {T}, key length {S}; pass both (for padding keys alone use kv_lengths)"
+            f"{have} is given without {missing}: query length {T}, key length {S}; pass both "
+            "(for padding keys alone use kv_lengths)"
         )
     q = _integers("q_segment_ids", q, rank=2)
     return [Segments(q, q if kv is None else _integers("kv_segment_ids", kv, rank=2))]
@@ -413,7 +415,7 @@ def _mask_info(info: Any) -> list[Mask]:
 def _offset(offset: Any) -> Any:
     if offset is None:
         return None
-    if isinstance(offset, bool | np.bool_) or isinstance(offset, float):
+    if isinstance(offset, bool | np.bool_ | float):
         raise TypeError(f"query_offset must be an integer or an integer array, found {type(offset).__name__}")
     if isinstance(offset, int | np.integer):
         return int(offset)
@@ -486,7 +488,7 @@ def _dropout(given: dict[str, Any]) -> tuple[float, Any]:
 def _number(name: str, value: Any) -> float | None:
     if value is None or type(value) is float:
         return value
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(f"{name} is traced, but must be a number known while compiling; multiply the query by it instead")
     if isinstance(value, bool | str) or np.ndim(value) != 0:
         raise TypeError(f"{name} must be a number, found {type(value).__name__}")

@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 from typing import Protocol, runtime_checkable
 
-
 from attention_ops.device import DeviceProfile, dotted
 from attention_ops.features import Feature
 from attention_ops.metadata import OperationMetadata
@@ -102,7 +101,7 @@ class MinQueryLength:
     minimum: int
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
-        return Reason(f"query length {spec.T} < {self.minimum}, the minimum") if spec.T < self.minimum else None
+        return Reason(f"query length {spec.T} < {self.minimum}, the minimum") if self.minimum > spec.T else None
 
     def describe(self) -> str:
         return f"query length >= {self.minimum}"
@@ -208,12 +207,12 @@ class CudnnVersion:
     minimum_for: tuple[tuple[tuple[int, int], tuple[int, ...]], ...] = ()
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
-        if device.cudnn is None:
+        if device.cudnn_version is None:
             return Reason(f"no cuDNN found, {dotted(self.minimum)} is needed", "pip install 'attention-ops[cuda]'")
         needed = dict(self.minimum_for).get(device.compute_capability or (0, 0), self.minimum)
-        if device.cudnn < needed:
-            on = f" on compute capability {dotted(device.compute_capability)}" if needed != self.minimum else ""
-            return Reason(f"cuDNN {dotted(device.cudnn)} < {dotted(needed)}, the minimum{on}", "upgrade nvidia-cudnn")
+        if device.cudnn_version < needed:
+            on = f" on compute capability {dotted(device.compute_capability or ())}" if needed != self.minimum else ""
+            return Reason(f"cuDNN {dotted(device.cudnn_version)} < {dotted(needed)}, the minimum{on}", "upgrade nvidia-cudnn")
         return None
 
     def describe(self) -> str:
@@ -228,9 +227,9 @@ class JaxVersion:
     minimum: tuple[int, ...]
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
-        if device.jax >= self.minimum:
+        if device.jax_version >= self.minimum:
             return None
-        return Reason(f"JAX {dotted(device.jax)} < {dotted(self.minimum)}, the minimum", "upgrade jax")
+        return Reason(f"JAX {dotted(device.jax_version)} < {dotted(self.minimum)}, the minimum", "upgrade jax")
 
     def describe(self) -> str:
         return f"JAX >= {dotted(self.minimum)}"
@@ -274,7 +273,10 @@ class BiasDtype:
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
         if spec.bias_dtype is None or spec.bias_dtype == spec.dtype:
             return None
-        return Reason(f"bias dtype {spec.bias_dtype} != runtime dtype {spec.dtype}, to which it would be rounded", f"cast the bias to {spec.dtype}")
+        return Reason(
+            f"bias dtype {spec.bias_dtype} != runtime dtype {spec.dtype}, to which it would be rounded",
+            f"cast the bias to {spec.dtype}",
+        )
 
     def describe(self) -> str:
         return "bias in the runtime dtype"

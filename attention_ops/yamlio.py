@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from attention_ops.config_errors import Place, shown
 from attention_ops.errors import ConfigError, closest_first
 
 MAX_BYTES = 1_000_000
@@ -17,33 +16,10 @@ MAX_BYTES = 1_000_000
 MAX_VALUES = 20_000
 """Most values a file may hold once its aliases are written out."""
 
-Path = tuple[str, ...]
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a config came from. Heads every message: `configs/x.yaml:7: layer_types.local.causal: `."""
-
-    where: str
-    lines: Mapping[Path, int] = dataclasses.field(default_factory=dict)
-
-    def at(self, path: Iterable[Any], sentence: str, line: int | None = None) -> str:
-        keys = tuple(map(str, path))
-        if line is None:  # of the key itself, or of the nearest key around it
-            line = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), None)
-        text = "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in keys).removeprefix(".")
-        return f"{self.where}{f':{line}' if line else ''}: {f'{text}: ' if text else ''}{sentence}"
-
-
-def shown(value: Any) -> str:
-    """Return a short form of a value and its type, for "found ..."."""
-    return "null" if value is None else f"{_repr.repr(value)} ({type(value).__name__})"
-
-
-def read(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], Place]:
+def read(path: str | os.tuple[str, ...]Like[str]) -> tuple[dict[Any, Any], Place]:
     """Return the mapping in a YAML file, and the place that knows its lines. Anything but plain data is a ConfigError."""
     place = Place(os.fspath(path))
     try:
@@ -57,7 +33,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], Place]:
     return data, Place(place.where, lines)
 
 
-def _text(path: str | os.PathLike[str], place: Place) -> str:
+def _text(path: str | os.tuple[str, ...]Like[str], place: Place) -> str:
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -77,8 +53,8 @@ def _text(path: str | os.PathLike[str], place: Place) -> str:
         raise ConfigError(place.at((), f"is not UTF-8 text (byte {error.start}); a config is a text file in YAML")) from None
 
 
-def _parse(text: str, place: Place) -> tuple[Any, dict[Path, int]]:
-    lines: dict[Path, int] = {}
+def _parse(text: str, place: Place) -> tuple[Any, dict[tuple[str, ...], int]]:
+    lines: dict[tuple[str, ...], int] = {}
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -93,10 +69,11 @@ def _parse(text: str, place: Place) -> tuple[Any, dict[Path, int]]:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of too many digits
-        raise ConfigError(place.at((), f"is not YAML: {str(error).splitlines()[0]}")) from None
+        sentence = str(error).splitlines()[0].partition(";")[0]
+        raise ConfigError(place.at((), f"is not YAML: {sentence}")) from None
 
 
-def _inspect(node: yaml.Node, path: Path, lines: dict[Path, int], sizes: dict[int, int | None], place: Place) -> int:
+def _inspect(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], sizes: dict[int, int | None], place: Place) -> int:
     """Return how many values `node` holds with its aliases written out; refuse what is not plain data."""
 
     def refusal(sentence: str, at: yaml.Node = node) -> ConfigError:

@@ -95,9 +95,7 @@ def _attend(settings: BlockwiseSettings, query: Array, key: Array, value: Array,
     return output, logsumexp
 
 
-def _attend_fwd(
-    settings: BlockwiseSettings, query: Array, key: Array, value: Array, mask: Any, bias: Any, sinks: Any
-) -> Any:
+def _attend_fwd(settings: BlockwiseSettings, query: Array, key: Array, value: Array, mask: Any, bias: Any, sinks: Any) -> Any:
     output, logsumexp, total = _forward(settings, query, key, value, mask, bias, sinks)
     return (output, logsumexp), (query, key, value, mask, bias, sinks, output, logsumexp, total)
 
@@ -236,9 +234,7 @@ def _query_tiles(x: Array, shape: _Shape, fill: float = 0.0) -> Array:
     tiles = _tiles(x, shape, shape.block_q, rows, fill)
     d = x.shape[-1]
     tiles = tiles.reshape(shape.B, shape.units, shape.heads, shape.G, rows, shape.block_q, d)
-    return tiles.transpose(0, 1, 4, 2, 3, 5, 6).reshape(
-        shape.B, shape.units, rows, shape.heads, shape.G * shape.block_q, d
-    )
+    return tiles.transpose(0, 1, 4, 2, 3, 5, 6).reshape(shape.B, shape.units, rows, shape.heads, shape.G * shape.block_q, d)
 
 
 def _key_tiles(x: Array, shape: _Shape, transpose: bool = False) -> Array:
@@ -342,9 +338,7 @@ def _pad_bias(bias: Array, shape: _Shape) -> Array:
 
 def _bias_window(bias: Array, at: Tile) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Return where a tile lies in a bias: starts and sizes, 0 and 1 on the axes it broadcasts."""
-    starts = tuple(
-        0 if n == 1 else start for n, start in zip(bias.shape, (at.batch, at.head, at.row, at.col), strict=True)
-    )
+    starts = tuple(0 if n == 1 else start for n, start in zip(bias.shape, (at.batch, at.head, at.row, at.col), strict=True))
     return starts, tuple(min(n, size) for n, size in zip(bias.shape, (1, at.heads, at.rows, at.cols), strict=True))
 
 

@@ -44,9 +44,9 @@ def dense_attention(
     if allowed is not None:
         query, key, value = _without_unseen(query, key, value, allowed, K)
 
-    logits = jnp.einsum(
-        "btkgd,bskd->bkgts", query.reshape(B, T, K, G, -1), key, precision=jax.lax.Precision.HIGHEST
-    ).reshape(B, H, T, S)
+    logits = jnp.einsum("btkgd,bskd->bkgts", query.reshape(B, T, K, G, -1), key, precision=jax.lax.Precision.HIGHEST).reshape(
+        B, H, T, S
+    )
     logits = logits * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
@@ -60,9 +60,9 @@ def dense_attention(
     if dropout_key is not None:
         keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_probability, weights.shape)
         kept = jnp.where(keep, weights / (1.0 - dropout_probability), 0.0)
-    output = jnp.einsum(
-        "bkgts,bskd->btkgd", kept.reshape(B, K, G, T, S), value, precision=jax.lax.Precision.HIGHEST
-    ).reshape(B, T, H, -1)
+    output = jnp.einsum("bkgts,bskd->btkgd", kept.reshape(B, K, G, T, S), value, precision=jax.lax.Precision.HIGHEST).reshape(
+        B, T, H, -1
+    )
     return DenseOutput(output, weights, logsumexp.swapaxes(1, 2))
 
 

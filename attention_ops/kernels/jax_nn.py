@@ -63,9 +63,7 @@ def _call(
     scale: float,
 ) -> Array:
     options = {} if mask is None else native_options(mask, query.shape[0], query.shape[1], key.shape[1])
-    return jax.nn.dot_product_attention(
-        query, key, value, bias, allowed, scale=scale, implementation=implementation, **options
-    )
+    return jax.nn.dot_product_attention(query, key, value, bias, allowed, scale=scale, implementation=implementation, **options)
 
 
 def native_options(mask: Mask, B: int, T: int, S: int) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from attention_ops.rules import (
 class CudnnFlash(OperationImpl):
     """cuDNN's fused attention on NVIDIA GPUs. There is no other route: elsewhere its fallbacks run.
 
-    The limits are those that JAX 0.10 checks before it calls the kernel. JAX's public function offers no soft cap, sinks, dropout,
-    query offset or differentiable logsumexp, and wants Dv == D.
+    The limits are those that JAX 0.10 checks before it calls the kernel. JAX's public function offers no soft cap, sinks,
+    dropout, query offset or differentiable logsumexp, and wants Dv == D.
     """
 
     name = "cudnn_flash"

