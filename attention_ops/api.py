@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from attention_ops.device import DeviceProfile, as_profile, describe
+from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe
 from attention_ops.errors import FallbackWarning, NoRouteError
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.planner import Plan, make_plan
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
+from attention_ops.sharding import run_sharded
 
 Impl = str | Sequence[str]
 _DEFAULT_METADATA = OperationMetadata()
@@ -41,27 +42,27 @@ def attention(
 ) -> AttentionOutput:
     """Scaled dot-product attention by the implementation of a name.
 
-        The law is in docs/numerics.md: logits are scaled, capped, biased, masked; the softmax runs in float32 or wider; a row with
-        no allowed key gives 0.
+    The law (docs/numerics.md): logits are scaled, capped, biased, masked; the softmax runs in float32 or wider; a row with
+    no allowed key gives 0.
 
-        Args:
-            query: [B, T, H, D].
-            key: [B, S, K, D], where K divides H; query head h reads key/value head h // (H // K).
-            value: [B, S, K, Dv].
-            impl: an operation name, "auto" (the default), or a sequence of names to try in order.
-            metadata: dtypes, block sizes, backend and fallback policy.
-            **options: see `AttentionOptions`.
+    Args:
+        query: [B, T, H, D].
+        key: [B, S, K, D], where K divides H; query head h reads key/value head h // (H // K).
+        value: [B, S, K, Dv].
+        impl: an operation name, "auto" (the default), or a sequence of names to try in order.
+        metadata: dtypes, block sizes, backend and fallback policy.
+        **options: see `AttentionOptions`.
 
-        Raises:
-            TypeError, ValueError: the call itself is wrong. Raised before anything is planned.
-            UnknownOperationError: no operation has that name.
-            NoRouteError: no route can honour the request, or a fallback is needed and the policy is "error".
+    Raises:
+        TypeError, ValueError: the call itself is wrong. Raised before anything is planned.
+        UnknownOperationError: no operation has that name.
+        NoRouteError: no route can honour the request, or a fallback is needed and the policy is "error".
 
-        >>> import jax.numpy as jnp
+    >>> import jax.numpy as jnp
     from jax.core import Tracer
-        >>> q = jnp.ones((1, 4, 2, 8))
-        >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
-        (1, 4, 2, 8)
+    >>> q = jnp.ones((1, 4, 2, 8))
+    >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
+    (1, 4, 2, 8)
     """
     metadata = _DEFAULT_METADATA if metadata is None else metadata
     if impl is not None:
@@ -92,7 +93,7 @@ def plan(
     key: Any,
     value: Any,
     *,
-    device: DeviceProfile | jax.Device | str | None = None,
+    device: DeviceProfile | JaxDevice | str | None = None,
     metadata: OperationMetadata | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Plan:
@@ -162,7 +163,7 @@ def _run(
         plans.append(chosen)
     if chosen.is_fallback:
         _report(chosen, metadata)
-    return _execute(request, _Executable(chosen.implementation, chosen.route, chosen.method, metadata))
+    return _execute(request, _executable(chosen.implementation, chosen.route, metadata))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +172,17 @@ class _Executable:
 
     implementation: type[OperationImpl]
     route: str
-    method: str
     metadata: OperationMetadata
+
+    @property
+    def method(self) -> str:
+        return f"forward_{self.route.rpartition('/')[2]}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _executable(implementation: type[OperationImpl], route: str, metadata: OperationMetadata) -> _Executable:
+    """Return the same object for the same settings: JAX's look-up of the compiled program is fast by identity."""
+    return _Executable(implementation, route, metadata)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -188,9 +198,13 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
         value=request.value.astype(spec.dtype),
     )
     operation = executable.implementation(executable.metadata)
-    with jax.named_scope(f"attention_ops/{executable.route}"):
+
+    def run(request: AttentionRequest) -> AttentionOutput:
         output = getattr(operation, executable.method)(request)
-    return _checked(output, request, executable.route)
+        return _checked(output, request, executable.route)
+
+    with jax.named_scope(f"attention_ops/{executable.route}"):
+        return run(request) if executable.metadata.mesh is None else run_sharded(run, request, executable.metadata)
 
 
 def _empty(request: AttentionRequest) -> AttentionOutput:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
 
 import jax
+import jax.numpy as jnp
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -67,7 +68,7 @@ def _axes(value: Any) -> Any:
     return {key: _names(axis) for key, axis in value.items()}
 
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -147,7 +148,7 @@ class AttentionConfig(LayerConfig):
 
     name: Annotated[str, Field(description="text, the model's name", examples=["llama3_2_1b"])]
     source: Annotated[str | None, Field(description="text, where the facts are published", examples=["the model card"])] = None
-    num_layers: Annotated[Count, Field(description="the number of attention layers, 1 or more", examples=[16])]
+    num_layers: Annotated[int, Field(ge=1, le=10_000, description="the number of attention layers, 1 to 10000", examples=[16])]
     layer_types: Annotated[
         dict[str, LayerConfig], Field(description="a mapping from kinds of layers to what differs in each")
     ] = {}
@@ -239,7 +240,16 @@ class AttentionConfig(LayerConfig):
     def from_hf(
         cls, source: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None, ignore: Iterable[str] = ()
     ) -> Self:
-        """Read a Hugging Face `config.json`: a path, the folder that holds it, or its contents. See `attention_ops.hf`."""
+        """Read a Hugging Face `config.json`: a path, the folder that holds it, or its contents.
+
+        The families are `attention_ops.hf.FAMILIES`. A key that is not known and could change attention is a ConfigError, unless
+        `ignore` has it; others are named in a warning. `sliding_window` n, which counts the query, becomes (n - 1, 0).
+
+        >>> shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "max_position_embeddings": 8192}
+        >>> cfg = AttentionConfig.from_hf({"model_type": "llama", "num_hidden_layers": 30, **shape}, name="smollm2")
+        >>> cfg.head_dim, cfg.build().name, dict(cfg.build().options)
+        (64, 'auto', {'causal': True})
+        """
         from attention_ops import hf
 
         data, where = hf.convert(source, name, frozenset(ignore))
@@ -248,9 +258,8 @@ class AttentionConfig(LayerConfig):
     def to_yaml(self) -> str:
         """Return the YAML that `load_config` reads back to an equal config. Facts at their default are left out."""
         data = self.model_dump(exclude_defaults=True)
-        for facts in data.get("layer_types", {}).values():
-            for field in [field for field in facts if facts[field] == getattr(self, field)]:
-                del facts[field]
+        for kind, facts in self.layer_types.items():
+            data["layer_types"][kind] = {field: found for field, found in facts if found != getattr(self, field)}
         first = ("name", "source", "num_layers")
         return dump({field: data[field] for field in dict.fromkeys((*first, *data)) if field in data})
 
@@ -273,7 +282,7 @@ class AttentionConfig(LayerConfig):
             raise ConfigError(f"{self.name}: its layers differ ({differ}); name one: build(0) or build({kinds[0]!r})")
         if isinstance(which, int) and not isinstance(which, bool) and 0 <= which < self.num_layers:
             which = order[which]
-        which = kinds[0] if which is None else which
+        which = next(iter(kinds)) if which is None else which
         if which not in kinds:
             hint = did_you_mean(str(which), kinds)
             allowed = f"a layer from 0 to {self.num_layers - 1}, or a kind: {', '.join(kinds)}"
@@ -335,9 +344,6 @@ def _layers(kinds: tuple[str, ...], kind: str) -> str:
     return ", ".join(numbers[:4]) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
-# ---------------------------------------------------------------- errors a person can act on
-
-
 # ---------------------------------------------------------------- the callable
 
 
@@ -388,9 +394,15 @@ class ConfiguredAttention:
         merged = {**self.options, **options}
         chunks, mask = self.options.get("mask"), options.get("mask")
         if chunks is not None:
-            mask = mask if mask is None or isinstance(mask, masks.Mask) else masks.Dense(mask)
-            merged["mask"] = chunks if mask is None else chunks & mask
+            merged["mask"] = chunks if mask is None else chunks & _as_mask(mask)
         return merged
+
+
+def _as_mask(mask: Any) -> masks.Mask:
+    """Return an array as run-time data, which is what a call makes of it."""
+    if isinstance(mask, masks.Mask):
+        return mask
+    return masks.Dense(mask if isinstance(mask, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(mask))
 
 
 # ---------------------------------------------------------------- the file

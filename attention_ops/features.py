@@ -28,6 +28,8 @@ class Feature(enum.Enum):
     LOGSUMEXP = "return_logsumexp"
     GRADIENT = "gradients (differentiable=True)"
 
+    __hash__ = object.__hash__  # that of Enum runs in Python, at each look-up of a cached plan
+
     def __lt__(self, other: Feature) -> bool:
         return _ORDER[self] < _ORDER[other]
 

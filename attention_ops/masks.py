@@ -211,7 +211,7 @@ class Mask:
 
 
 def _values(mask: Mask) -> list[Any]:
-    return [getattr(mask, field.name) for field in dataclasses.fields(mask)]
+    return [getattr(mask, name) for name in mask.__match_args__]
 
 
 def _flatten(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:
@@ -222,8 +222,8 @@ def _flatten(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:
 
 def _unflatten(cls: type[Mask], aux: tuple[Any, ...], children: Any) -> Mask:
     mask, remaining = object.__new__(cls), iter(children)
-    for field, (kind, value) in zip(dataclasses.fields(cls), aux, strict=True):
-        object.__setattr__(mask, field.name, value if kind == "static" else next(remaining))
+    for name, (kind, value) in zip(cls.__match_args__, aux, strict=True):
+        object.__setattr__(mask, name, value if kind == "static" else next(remaining))
     return mask
 
 
@@ -581,8 +581,13 @@ class Dense(Mask):
             return
         check_mask_array(array)
         if array.ndim == 2:
-            array = jax.ShapeDtypeStruct((1, 1, *array.shape), array.dtype) if _abstract(array) else array[None, None]
+            lifted = (1, 1, *array.shape)
+            array = array.reshape(lifted) if hasattr(array, "reshape") else jax.ShapeDtypeStruct(lifted, array.dtype)  # type: ignore[attr-defined]
         object.__setattr__(self, "array", HostArray(array) if isinstance(array, np.ndarray) else array)
+
+    def as_data(self) -> Dense:
+        """Return the same mask as run-time data."""
+        return Dense(jnp.asarray(self._values()))
 
     def check_leaf(self, B: int, H: int, T: int, S: int) -> None:
         shape = tuple(self.array.shape)
@@ -631,10 +636,6 @@ class Dense(Mask):
 
     def __str__(self) -> str:
         return f"dense{list(self.array.shape)}"
-
-
-def _abstract(value: Any) -> bool:
-    return isinstance(value, jax.ShapeDtypeStruct)
 
 
 def check_mask_array(array: Any) -> None:

@@ -13,6 +13,7 @@ from attention_ops.metadata import BACKEND_NAMES, OperationMetadata
 from attention_ops.operation import Estimate, OperationImpl, Route
 from attention_ops.request import RequestSpec
 from attention_ops.rules import Reason
+from attention_ops.sharding import layout, local_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Plan:
         decisions: every candidate route in order.
         notes: remarks on the choice, among them where the name came from.
         estimate: flops and temporary bytes of the forward, where the operation states them.
-        spec: the facts of the request.
+        spec: the facts of the request; with a mesh, of one device's part of it.
     """
 
     requested: tuple[str, ...]
@@ -55,10 +56,6 @@ class Plan:
     def is_fallback(self) -> bool:
         """Whether one name was asked for and another operation runs."""
         return len(self.requested) == 1 and not _same_operation(self.requested[0], self.operation)
-
-    @property
-    def method(self) -> str:
-        return f"forward_{self.route.rpartition('/')[2]}"
 
     @functools.cached_property
     def reasons(self) -> str:
@@ -140,7 +137,8 @@ def make_plan(
         UnknownOperationError: a name is not registered.
         NoRouteError: every candidate refused; the message has all reasons.
     """
-    return _make_plan(requested, spec, metadata, device, source, registry.generation())
+    local = spec if metadata.mesh is None else local_spec(spec, metadata)
+    return _make_plan(requested, local, metadata, device, source, registry.generation())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,7 +173,7 @@ def _make_plan(
         route=route,
         device=device,
         decisions=tuple(decisions),
-        notes=_notes(spec, source),
+        notes=_notes(spec, metadata, source),
         estimate=operation.estimate(spec, metadata),
         spec=spec,
         implementation=operation,
@@ -214,8 +212,10 @@ def _routes(name: str, backends: tuple[str, ...]) -> tuple[type[OperationImpl], 
     return operation, [operation.routes[found] for found in backends if found in operation.routes]
 
 
-def _notes(spec: RequestSpec, source: str) -> tuple[str, ...]:
+def _notes(spec: RequestSpec, metadata: OperationMetadata, source: str) -> tuple[str, ...]:
     notes = [f"name chosen by {source}"] if source else []
+    if metadata.mesh is not None:
+        notes.append(f"the mesh splits {layout(metadata)}; the request above is one device's part")
     if 0 in (spec.B, spec.T, spec.S):
         notes.append("an axis is empty, so no kernel runs and the output is zeros")
     return tuple(notes)

@@ -67,7 +67,7 @@ class OperationRegistry:
         """Forget an operation and its aliases."""
         with _state.lock:
             operation = OperationRegistry.get(name)
-            _remove(operation.name)
+            _free(operation.name)
             _state.generation += 1
 
     @staticmethod
@@ -77,10 +77,9 @@ class OperationRegistry:
         Raises:
             UnknownOperationError: there is none; the message lists the names, the closest first.
         """
-        operation = _state.operations.get(_state.aliases.get(name, name))
-        if operation is None:
+        if _find(name) is None:
             _load()
-            operation = _state.operations.get(_state.aliases.get(name, name))
+        operation = _find(name)
         if operation is None:
             raise UnknownOperationError(_unknown(name))
         return operation
@@ -115,6 +114,10 @@ def generation() -> int:
     return _state.generation
 
 
+def _find(name: str) -> type[OperationImpl] | None:
+    return _state.operations.get(_state.aliases.get(name, name))
+
+
 def _named(cls: Any, name: str | None) -> Any:
     """Return the class under another name: a subclass, so that one class can be registered under several."""
     if name is None or (isinstance(cls, type) and getattr(cls, "name", None) == name):
@@ -145,14 +148,14 @@ def _add(operation: Any, override: bool) -> Any:
     with _state.lock:
         _load_builtin()
         for name in (operation.name, *operation.aliases):
-            holder = _state.operations.get(_state.aliases.get(name, name))
+            holder = _find(name)
             if holder is not None and not override and not _same_class(holder, operation):
                 raise DuplicateOperationError(
                     f"the name {name!r} is taken by {holder.__module__}.{holder.__qualname__}; "
                     "choose another, or register(override=True) to replace it"
                 )
         for name in (operation.name, *operation.aliases):
-            _remove(_state.aliases.get(name, name))
+            _free(name)
         _state.operations[operation.name] = operation
         _state.aliases.update(dict.fromkeys(operation.aliases, operation.name))
         _state.generation += 1
@@ -164,7 +167,9 @@ def _same_class(a: type, b: type) -> bool:
     return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__) and "<locals>" not in a.__qualname__
 
 
-def _remove(name: str) -> None:
+def _free(name: str) -> None:
+    """Take a name from whoever has it; an operation that loses its name, rather than an alias, loses its aliases too."""
+    _state.aliases.pop(name, None)
     _state.operations.pop(name, None)
     for alias in [alias for alias, target in _state.aliases.items() if target == name]:
         del _state.aliases[alias]

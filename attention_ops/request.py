@@ -207,60 +207,82 @@ def make_request(query: Any, key: Any, value: Any, options: Mapping[str, Any], m
     """
     given = _known_options(options)
     query, key, value = _array("query", query), _array("key", key), _array("value", value)
-    B, T, S, H, K, D, Dv = _shapes(query, key, value)
-    dtype = _runtime_dtype(query, key, value, metadata)
-    softmax_dtype = metadata.softmax_dtype or np.promote_types(dtype, np.float32)
-    if softmax_dtype.itemsize < dtype.itemsize:
-        raise ValueError(
-            f"softmax_dtype {softmax_dtype} is narrower than the runtime dtype {dtype}; leave it None or use {dtype}"
-        )
-
+    sizes = _sizes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
+    dtype = _runtime_dtype(query.dtype, key.dtype, value.dtype, metadata.runtime_dtype)
+    B, T, S, H, _, _, _ = sizes
     mask = _mask(given, B, T, S, H)
     bias = _bias(given["bias"], B, H, T, S)
     sinks = _sinks(given["softmax_aux"], H)
     probability, dropout_key = _dropout(given)
-    soft_cap = _number("logits_soft_cap", given["logits_soft_cap"])
+    spec = _spec(
+        sizes,
+        dtype,
+        metadata.softmax_dtype,
+        None if mask is None else mask.abstract(),
+        None if bias is None else (tuple(bias.shape), bias.dtype),
+        0 if sinks is None else sinks.shape[1],
+        _number("softmax_scale", given["softmax_scale"]),
+        _number("logits_soft_cap", given["logits_soft_cap"]),
+        probability,
+        *(bool(given[name]) for name in ("return_weights", "return_logsumexp", "differentiable")),
+    )
+    return AttentionRequest(query, key, value, mask, bias, sinks, dropout_key, spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(
+    sizes: tuple[int, int, int, int, int, int, int],
+    dtype: np.dtype,
+    softmax_dtype: np.dtype | None,
+    mask: Mask | None,
+    bias: tuple[tuple[int, int, int, int], Any] | None,
+    sinks: int,
+    scale: float | None,
+    soft_cap: float | None,
+    dropout: float,
+    want_weights: bool,
+    want_logsumexp: bool,
+    differentiable: bool,
+) -> RequestSpec:
+    """Return the static facts; cached, so that a repeated call finds its plan by identity."""
+    _, _, _, H, K, D, Dv = sizes
+    softmax_dtype = softmax_dtype or np.promote_types(dtype, np.float32)
+    if softmax_dtype.itemsize < dtype.itemsize:
+        raise ValueError(
+            f"softmax_dtype {softmax_dtype} is narrower than the runtime dtype {dtype}; leave it None or use {dtype}"
+        )
     if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
         raise ValueError(f"logits_soft_cap is {soft_cap}; allowed is a finite number above 0, or None for no cap")
-    scale = _number("softmax_scale", given["softmax_scale"])
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"softmax_scale is {scale}; allowed is a finite number, or None for D ** -0.5 = {D**-0.5:.6g}")
-
-    needs = [
-        (Feature.BIAS, bias is not None),
-        (Feature.BIAS_GRADIENT, bias is not None and given["differentiable"]),
-        (Feature.SINKS, sinks is not None),
-        (Feature.SOFT_CAP, soft_cap is not None),
-        (Feature.GQA, K < H),
-        (Feature.VALUE_DIM, Dv != D),
-        (Feature.DROPOUT, dropout_key is not None),
-        (Feature.WEIGHTS, given["return_weights"]),
-        (Feature.LOGSUMEXP, given["return_logsumexp"]),
-        (Feature.GRADIENT, given["differentiable"]),
-    ]
-    features = frozenset(feature for feature, needed in needs if needed)
-    spec = RequestSpec(
-        B=B,
-        T=T,
-        S=S,
-        H=H,
-        K=K,
-        D=D,
-        Dv=Dv,
+    needs = {
+        Feature.BIAS: bias is not None,
+        Feature.BIAS_GRADIENT: bias is not None and differentiable,
+        Feature.SINKS: sinks > 0,
+        Feature.SOFT_CAP: soft_cap is not None,
+        Feature.GQA: K < H,
+        Feature.VALUE_DIM: Dv != D,
+        Feature.DROPOUT: dropout > 0,
+        Feature.WEIGHTS: want_weights,
+        Feature.LOGSUMEXP: want_logsumexp,
+        Feature.GRADIENT: differentiable,
+    }
+    features = frozenset(feature for feature, needed in needs.items() if needed)
+    return RequestSpec(
+        *sizes,
         dtype=dtype,
         softmax_dtype=softmax_dtype,
         features=features if mask is None else features | mask.features(),
-        mask=None if mask is None else mask.abstract(),
-        bias_shape=None if bias is None else tuple(bias.shape),  # type: ignore[arg-type]
-        bias_dtype=None if bias is None else np.dtype(bias.dtype),
-        sinks=0 if sinks is None else sinks.shape[1],
+        mask=mask,
+        bias_shape=None if bias is None else bias[0],
+        bias_dtype=None if bias is None else np.dtype(bias[1]),
+        sinks=sinks,
         scale=D**-0.5 if scale is None else scale,
         soft_cap=soft_cap,
-        dropout=probability,
-        want_weights=given["return_weights"],
-        want_logsumexp=given["return_logsumexp"],
+        dropout=dropout,
+        want_weights=want_weights,
+        want_logsumexp=want_logsumexp,
     )
-    return AttentionRequest(query, key, value, mask, bias, sinks, dropout_key, spec)
 
 
 def _known_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,20 +306,22 @@ def _array(name: str, value: Any) -> Any:
     return jnp.asarray(value)
 
 
-def _shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int, int, int, int]:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim != 4:
-            raise ValueError(f"{name} has {array.ndim} dimensions, allowed are 4; found {shapes}; {_LAYOUT}")
-    B, T, H, D = query.shape
-    _, S, K, _ = key.shape
-    Dv = value.shape[3]
-    hint = "; for arrays in [batch, heads, length, dim] pass x.swapaxes(1, 2)" if query.shape[1] == key.shape[1] else ""
+@functools.lru_cache(maxsize=4096)
+def _sizes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, int, int, int, int, int, int]:
+    """Return (B, T, S, H, K, D, Dv) of three shapes that fit each other."""
+    shapes = f"query {query}, key {key}, value {value}"
+    for name, shape in (("query", query), ("key", key), ("value", value)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} has {len(shape)} dimensions, allowed are 4; found {shapes}; {_LAYOUT}")
+    B, T, H, D = query
+    _, S, K, _ = key
+    Dv = value[3]
+    hint = "; for arrays in [batch, heads, length, dim] pass x.swapaxes(1, 2)" if T == S else ""
     checks = [
-        (key.shape[0] == value.shape[0] == B, "batch sizes differ"),
-        (value.shape[1] == S, f"key length {S} and value length {value.shape[1]} differ"),
-        (value.shape[2] == K, f"key heads {K} and value heads {value.shape[2]} differ"),
-        (key.shape[3] == D, f"query head dim {D} and key head dim {key.shape[3]} differ"),
+        (key[0] == value[0] == B, "batch sizes differ"),
+        (value[1] == S, f"key length {S} and value length {value[1]} differ"),
+        (value[2] == K, f"key heads {K} and value heads {value[2]} differ"),
+        (key[3] == D, f"query head dim {D} and key head dim {key[3]} differ"),
         (H > 0 and K > 0 and D > 0 and Dv > 0, "there must be at least one head and one head dim"),
         (K > 0 and H % K == 0, f"query heads {H} are not a multiple of key/value heads {K}"),
     ]
@@ -307,16 +331,19 @@ def _shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int, int, 
     return B, T, S, H, K, D, Dv
 
 
-def _runtime_dtype(query: Any, key: Any, value: Any, metadata: OperationMetadata) -> np.dtype:
-    dtypes = [np.dtype(jax.dtypes.canonicalize_dtype(array.dtype)) for array in (query, key, value)]
-    if metadata.runtime_dtype is not None:
+@functools.lru_cache(maxsize=256)
+def _runtime_dtype(query: Any, key: Any, value: Any, runtime_dtype: np.dtype | None) -> np.dtype:
+    dtypes = [np.dtype(jax.dtypes.canonicalize_dtype(dtype)) for dtype in (query, key, value)]
+    if runtime_dtype is not None:
         for name, dtype in zip(("query", "key", "value"), dtypes, strict=True):
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise TypeError(f"{name} has dtype {dtype}; allowed are floating dtypes")
-        return metadata.runtime_dtype
-    found = f"query {dtypes[0]}, key {dtypes[1]}, value {dtypes[2]}"
+        return runtime_dtype
     if len(set(dtypes)) > 1:
-        raise TypeError(f"the dtypes differ: {found}; cast them to one, or set runtime_dtype in the OperationMetadata")
+        raise TypeError(
+            f"the dtypes differ: query {dtypes[0]}, key {dtypes[1]}, value {dtypes[2]}; cast them to one, "
+            "or set runtime_dtype in the OperationMetadata"
+        )
     if dtypes[0] not in _FLOATS:
         raise TypeError(
             f"query, key and value have dtype {dtypes[0]}; allowed are {', '.join(map(str, _FLOATS))}; "
@@ -325,31 +352,52 @@ def _runtime_dtype(query: Any, key: Any, value: Any, metadata: OperationMetadata
     return dtypes[0]
 
 
+_MASKS = ("mask", "mask_info", "q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths")
+
+
 def _mask(given: dict[str, Any], B: int, T: int, S: int, H: int) -> Mask | None:
-    parts: list[Mask] = []
-    if given["causal"]:
-        parts.append(Causal())
-    if given["sliding_window"] is not None:
-        parts.append(_window(given["sliding_window"]))
-    parts += _segments(given, T, S)
-    if given["q_lengths"] is not None or given["kv_lengths"] is not None:
-        parts.append(Lengths(_integers("q_lengths", given["q_lengths"]), _integers("kv_lengths", given["kv_lengths"])))
-    if given["mask"] is not None:
-        parts.append(_user_mask(given["mask"]))
-    if given["mask_info"] is not None:
-        parts += _mask_info(given["mask_info"])
-    offset = _offset(given["query_offset"])
-    if not parts:
-        return None
-    mask = functools.reduce(operator.and_, parts)
+    offset, window = _offset(given["query_offset"]), given["sliding_window"]
+    parts = _data_masks(given, T, S) if any(given[name] is not None for name in _MASKS) else []
+    if isinstance(window, list):
+        window = tuple(window)
+    if not parts and not isinstance(offset, jax.Array | jax.ShapeDtypeStruct):
+        return _position_mask(given["causal"], window, offset, T, S)
+    parts = [*_positions(given["causal"], window), *parts]
+    return _fitted(functools.reduce(operator.and_, parts), offset, B, H, T, S) if parts else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _position_mask(causal: bool, window: Any, offset: int | None, T: int, S: int) -> Mask | None:
+    """Return the mask of a call that has only positions, all of them static."""
+    parts = _positions(causal, window)
+    return _fitted(functools.reduce(operator.and_, parts), offset, 1, 1, T, S) if parts else None
+
+
+def _positions(causal: bool, window: Any) -> list[Mask]:
+    return [*([Causal()] if causal else []), *([_window(window)] if window is not None else [])]
+
+
+def _fitted(mask: Mask, offset: Any, B: int, H: int, T: int, S: int) -> Mask | None:
+    """Give positions their offset, check the shapes, drop what hides nothing."""
     if mask.needs_offset:
         mask = mask.resolve(_default_offset(T, S) if offset is None else offset)
     mask.check(B, H, T, S)
     return simplify(mask, T, S)
 
 
+def _data_masks(given: dict[str, Any], T: int, S: int) -> list[Mask]:
+    parts = _segments(given, T, S)
+    if given["q_lengths"] is not None or given["kv_lengths"] is not None:
+        parts.append(Lengths(_integers("q_lengths", given["q_lengths"]), _integers("kv_lengths", given["kv_lengths"])))
+    if given["mask"] is not None:
+        parts.append(_user_mask(given["mask"]))
+    if given["mask_info"] is not None:
+        parts += _mask_info(given["mask_info"])
+    return parts
+
+
 def _window(window: Any) -> Window:
-    if isinstance(window, tuple | list):
+    if isinstance(window, tuple):
         if len(window) != 2:
             raise ValueError(f"sliding_window has {len(window)} numbers; allowed is (left, right) or one int for both")
         return Window(*window)

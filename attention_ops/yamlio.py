@@ -19,7 +19,7 @@ MAX_VALUES = 20_000
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
 
 
-def read(path: str | os.tuple[str, ...]Like[str]) -> tuple[dict[Any, Any], Place]:
+def read(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], Place]:
     """Return the mapping in a YAML file, and the place that knows its lines. Anything but plain data is a ConfigError."""
     place = Place(os.fspath(path))
     try:
@@ -33,7 +33,7 @@ def read(path: str | os.tuple[str, ...]Like[str]) -> tuple[dict[Any, Any], Place
     return data, Place(place.where, lines)
 
 
-def _text(path: str | os.tuple[str, ...]Like[str], place: Place) -> str:
+def _text(path: str | os.PathLike[str], place: Place) -> str:
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -73,7 +73,9 @@ def _parse(text: str, place: Place) -> tuple[Any, dict[tuple[str, ...], int]]:
         raise ConfigError(place.at((), f"is not YAML: {sentence}")) from None
 
 
-def _inspect(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], sizes: dict[int, int | None], place: Place) -> int:
+def _inspect(
+    node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], sizes: dict[int, int | None], place: Place
+) -> int:
     """Return how many values `node` holds with its aliases written out; refuse what is not plain data."""
 
     def refusal(sentence: str, at: yaml.Node = node) -> ConfigError:

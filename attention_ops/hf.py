@@ -1,0 +1,345 @@
+"""Hugging Face `config.json` files, read as attention configs by `AttentionConfig.from_hf`.
+
+What a key means, and what holds where a file leaves it out, is as in the configuration and modelling files of transformers 5
+(`transformers/models/*/`) and in diffusers' `SD3Transformer2DModel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attention_ops.config_errors import Place, shown
+from attention_ops.errors import ConfigError, closest_first
+
+Facts = dict[str, Any]
+
+_WITHOUT_EFFECT = """
+_attn_implementation_autoset _class_name _diffusers_version _name_or_path activation_dropout activation_function
+apply_spec_augment architectures attention_bias attention_dropout attention_probs_dropout_prob auto_map aux_loss_alpha
+begin_suppress_tokens boi_token_index bos_token_id cache_implementation caption_projection_dim chunk_size_feed_forward
+classifier_dropout classifier_proj_size decoder_ffn_dim decoder_layerdrop decoder_start_token_id dropout embd_pdrop
+encoder_ffn_dim encoder_layerdrop encoder_stride eoi_token_index eos_token_id ep_size experts_per_token
+final_logit_softcapping first_k_dense_replace forced_decoder_ids gradient_checkpointing hidden_act hidden_activation
+hidden_dropout_prob hidden_size id2label image_token_index in_channels init_std initial_context_length
+initializer_factor initializer_range intermediate_size is_encoder_decoder joint_attention_dim kv_lora_rank label2id
+layer_norm_eps mask_feature_length mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks
+mask_time_prob max_length median_filter_width mlp_bias mm_tokens_per_image model_type moe_intermediate_size
+moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob num_channels num_experts_per_tok num_hidden_layers
+num_local_experts num_mel_bins num_mtp_layers num_nextn_predict_layers original_max_position_embeddings out_channels
+output_attentions output_hidden_states output_router_logits pad_token_id partial_rotary_factor pooled_projection_dim
+pooler_act pooler_output_size pos_embed_max_size pretraining_tp problem_type q_lora_rank qk_norm qkv_bias
+quantization_config resid_pdrop return_dict rms_norm_eps rope_interleave rope_local_base_freq rope_parameters
+rope_scaling rope_theta routed_scaling_factor router_aux_loss_coef scale_embedding scoring_func seq_aux
+suppress_tokens swiglu_alpha swiglu_limit tie_word_embeddings tokenizer_class topk_group topk_method
+transformers_version type_vocab_size use_cache use_weighted_layer_sum vision_config vocab_size
+"""
+WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+"""Keys that leave the attention call as it is: they act before it or after it, or in training only."""
+
+_SUSPECT = re.compile(r"att(ention|n)|head|window|cap(ping)?$|sink|mask|chunk|causal|layer_types|scal|alibi|bias|bidirection")
+"""A key that looks like this may change what attention computes, so one that is not known is refused."""
+
+_KINDS = {"sliding_attention": "local", "full_attention": "global"}
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_SD3_TEXT_TOKENS = 77 + 256
+"""CLIP's tokens and T5's, as many as diffusers' pipeline makes by default."""
+
+
+class Keys:
+    """The keys of a `config.json`. Remembers which were read, so that the others can be named."""
+
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], place: Place):
+        self.data, self.defaults, self.place, self.seen = data, defaults, place, set[str]()
+
+    def get(self, key: str) -> Any:
+        """Return a value. A key left out has transformers' default; null is null: Mistral v0.3 has no window."""
+        self.seen.add(key)
+        return self.data.get(key, self.defaults.get(key))
+
+    def count(self, key: str) -> int:
+        value = self.get(key)
+        if type(value) is not int or value < 1:
+            found = "is missing" if value is None else f"found {shown(value)}"
+            raise self.error(key, f"{found}; allowed is a whole number of 1 or more")
+        return value
+
+    def positive(self, key: str) -> float | None:
+        value = self.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
+            raise self.error(key, f"found {shown(value)}; allowed is a number above 0, or null")
+        return value
+
+    def only(self, key: str, *accepted: Any, why: str) -> None:
+        value = self.get(key)
+        if value not in (None, *accepted):
+            raise self.error(key, f"found {shown(value)}: {why}; allowed is {' or '.join(map(str, (*accepted, 'null')))}")
+
+    def error(self, key: str, sentence: str) -> ConfigError:
+        return ConfigError(self.place.at((key,), sentence))
+
+
+# ---------------------------------------------------------------- families
+
+
+def _heads(keys: Keys, width: str = "hidden_size", heads: str = "num_attention_heads") -> Facts:
+    number = keys.count(heads)
+    if keys.get("head_dim") is None and keys.count(width) % number:
+        raise keys.error(width, f"{keys.count(width)} is not a multiple of {heads} {number}; say head_dim")
+    return {
+        "num_heads": number,
+        "num_kv_heads": number if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads"),
+        "head_dim": keys.count(width) // number if keys.get("head_dim") is None else keys.count("head_dim"),
+    }
+
+
+def _decoder(keys: Keys) -> Facts:
+    """Read Llama and its relatives: every layer attends all earlier positions."""
+    layers, length = keys.count("num_hidden_layers"), keys.count("max_position_embeddings")
+    return {"num_layers": layers, **_heads(keys), "max_length": length, "causal": True}
+
+
+def _window(keys: Keys) -> Facts:
+    """n keys with the query itself: n - 1 before it."""
+    return {"sliding_window": None if keys.get("sliding_window") is None else (keys.count("sliding_window") - 1, 0)}
+
+
+def _windowed(keys: Keys) -> Facts:
+    """Read Mistral and Phi-3: the window, where there is one, is in every layer."""
+    return _decoder(keys) | _window(keys)
+
+
+def _layered(keys: Keys, is_local: Callable[[int], bool]) -> Facts:
+    """Read layers with and without a window: as `layer_types` has them, else as `is_local` says."""
+    facts, given = _decoder(keys), keys.get("layer_types")
+    layers = facts["num_layers"]
+    if given is None:
+        kinds = ["local" if is_local(layer) else "global" for layer in range(layers)]
+    elif not isinstance(given, list) or len(given) != layers or not all(kind in _KINDS for kind in map(str, given)):
+        entries = (
+            f"{len(given)} entries, {', '.join(dict.fromkeys(map(str, given)))}" if isinstance(given, list) else shown(given)
+        )
+        allowed = f"{layers} entries (num_hidden_layers), each {' or '.join(_KINDS)}"
+        raise keys.error("layer_types", f"found {entries}; allowed are {allowed}")
+    else:
+        kinds = [_KINDS[kind] for kind in given]
+    window = _window(keys)
+    if "local" in kinds and window["sliding_window"] is None:
+        raise keys.error("sliding_window", "is missing, and there are layers of sliding_attention; allowed is 1 or more")
+    if "global" not in kinds:
+        return facts | window
+    if "local" not in kinds:
+        return facts
+    return facts | {"layer_types": {kind: window if kind == "local" else {} for kind in kinds}} | pattern_of(kinds)
+
+
+def pattern_of(kinds: list[str]) -> Facts:
+    """Return the shortest pattern, with its tail, that gives the kinds of layers in order."""
+    size = next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    return {"pattern": kinds[:size], "pattern_tail": kinds[len(kinds) - len(kinds) % size :]}
+
+
+def _qwen(keys: Keys) -> Facts:
+    on, first = bool(keys.get("use_sliding_window")), keys.get("max_window_layers")
+    keys.get("sliding_window")
+    return _layered(keys, lambda layer: on and layer >= first)
+
+
+def _gemma(keys: Keys) -> Facts:
+    keys.only("use_bidirectional_attention", False, why="attention to later positions is not read")
+    return _decoder(keys)
+
+
+def _gemma2(keys: Keys) -> Facts:
+    """Read Gemma 2 and 3: `sliding_window_pattern` - 1 layers with a window, then one without."""
+    keys.only("use_bidirectional_attention", False, why="attention to later positions is not read")
+    keys.seen.add("_sliding_window_pattern")
+    scalar, period = keys.positive("query_pre_attn_scalar"), keys.count("sliding_window_pattern")
+    facts = _layered(keys, lambda layer: (layer + 1) % period != 0)
+    scale = None if scalar is None else scalar**-0.5
+    return facts | {"softmax_scale": scale, "logits_soft_cap": keys.positive("attn_logit_softcapping")}
+
+
+def _gpt_oss(keys: Keys) -> Facts:
+    return _layered(keys, lambda layer: layer % 2 == 0) | {"sinks": True}
+
+
+def _deepseek(keys: Keys) -> Facts:
+    """Read multi-head latent attention with keys and values decompressed, as in training and prefill."""
+    width = keys.count("qk_nope_head_dim") + keys.count("qk_rope_head_dim")
+    keys.seen |= {"head_dim", "qk_head_dim"}  # derived: the rotary part, and `width`
+    key = "rope_scaling" if keys.get("rope_parameters") is None else "rope_parameters"
+    rope = keys.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise keys.error(key, f"found {shown(rope)}; allowed is a mapping, or null")
+    inner, scale = Keys(rope, {"factor": 1.0}, keys.place), None
+    mscale, factor = inner.positive("mscale_all_dim") if rope.get("mscale_all_dim") else None, inner.positive("factor") or 1.0
+    if mscale and rope.get("rope_type", rope.get("type", "default")) != "default":
+        scale = width**-0.5 * (0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0) ** 2
+    heads = keys.count("num_attention_heads")
+    kv_heads = heads if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
+    return {
+        "num_layers": keys.count("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": width,
+        "value_head_dim": keys.count("v_head_dim"),
+        "max_length": keys.count("max_position_embeddings"),
+        "causal": True,
+        "softmax_scale": scale,
+    }
+
+
+def _bert(keys: Keys) -> Facts:
+    keys.only("position_embedding_type", "absolute", why="relative positions act inside attention and are not read")
+    keys.only("add_cross_attention", False, why="cross attention is not read")
+    return _decoder(keys) | {"causal": bool(keys.get("is_decoder"))}
+
+
+def _vit(keys: Keys) -> Facts:
+    tokens = (keys.count("image_size") // keys.count("patch_size")) ** 2 + 1
+    return {"num_layers": keys.count("num_hidden_layers"), **_heads(keys), "max_length": tokens, "causal": False}
+
+
+def _whisper(keys: Keys) -> Facts:
+    heads = keys.count("decoder_attention_heads")
+    keys.count("encoder_attention_heads")
+    keys.only("encoder_attention_heads", heads, why=f"the decoder has {heads} heads, and one config has one number")
+    encoder, decoder, frames = keys.count("encoder_layers"), keys.count("decoder_layers"), keys.count("max_source_positions")
+    return {
+        "num_layers": encoder + 2 * decoder,
+        **_heads(keys, "d_model", "decoder_attention_heads"),
+        "max_length": keys.count("max_target_positions"),
+        "causal": False,
+        "layer_types": {"encoder": {"max_length": frames}, "decoder": {"causal": True}, "cross": {"kv_length": frames}},
+        **pattern_of(["encoder"] * encoder + ["decoder", "cross"] * decoder),
+    }
+
+
+def _sd3(keys: Keys) -> Facts:
+    keys.only("dual_attention_layers", [], (), why="its second attention, of the image alone, is not read")
+    heads, patches = keys.count("num_attention_heads"), keys.count("sample_size") // keys.count("patch_size")
+    return {
+        "num_layers": keys.count("num_layers"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": keys.count("attention_head_dim"),
+        "max_length": patches**2 + _SD3_TEXT_TOKENS,
+        "causal": False,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How to read the config.json of a model type, and the values of keys that it may leave out."""
+
+    read: Callable[[Keys], Facts]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_GEMMA3 = {
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+_GEMMA2 = {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "sliding_window": 4096}
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_decoder),
+    "mistral": Family(_windowed, {"sliding_window": 4096, "num_key_value_heads": 8}),
+    "phi3": Family(_windowed),
+    "qwen2": Family(_qwen, {"sliding_window": 4096, "max_window_layers": 28}),
+    "qwen3": Family(_qwen, {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128}),
+    "gemma": Family(_gemma, {"head_dim": 256}),
+    "gemma2": Family(_gemma2, {**_GEMMA2, "sliding_window_pattern": 2}),
+    "gemma3_text": Family(_gemma2, _GEMMA3),
+    "gpt_oss": Family(_gpt_oss, {"head_dim": 64, "sliding_window": 128}),
+    "deepseek_v3": Family(_deepseek),
+    "bert": Family(_bert),
+    "vit": Family(_vit, {"image_size": 224, "patch_size": 16}),
+    "whisper": Family(_whisper),
+    "SD3Transformer2DModel": Family(_sd3),
+}
+"""By `model_type`, or `_class_name` for diffusers."""
+
+
+# ---------------------------------------------------------------- a file
+
+
+def convert(
+    source: str | os.PathLike[str] | Mapping[str, Any], name: str | None, ignore: frozenset[str]
+) -> tuple[dict[str, Any], str]:
+    """Return the fields of an AttentionConfig, and what to call the source in messages.
+
+    A key that is not known and could change attention is refused, unless `ignore` has it; others are named in one warning.
+    """
+    data, where = _load(source)
+    place = Place(where)
+    model_type = data.get("model_type", data.get("_class_name"))
+    text = data.get("text_config")
+    if model_type == "gemma3" and isinstance(text, Mapping):
+        data, model_type, place = {**text, **_top(data)}, "gemma3_text", Place(f"{where}: text_config")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        known = ", ".join(closest_first(str(model_type), FAMILIES))
+        raise ConfigError(place.at(("model_type",), f"found {shown(model_type)}; allowed are {known}"))
+    keys = Keys(data, family.defaults, place)
+    facts = family.read(keys)
+    dtype = next((found for key in ("dtype", "torch_dtype") if (found := keys.get(key)) in _DTYPES), None)
+    _name_the_unknown(keys, ignore)
+    path = data.get("_name_or_path")
+    named = path if isinstance(path, str) and path else None
+    label = name or named or (os.path.basename(os.path.dirname(where)) if "config.json" in where else "") or model_type
+    origin = f"config.json of {named or label} (model type {model_type})"
+    return {"name": label, "source": origin, **facts, "runtime_dtype": dtype}, where
+
+
+def _top(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: data[key] for key in ("_name_or_path", "dtype", "torch_dtype") if key in data}
+
+
+def _name_the_unknown(keys: Keys, ignore: frozenset[str]) -> None:
+    extra = [key for key in keys.data if key not in keys.seen | WITHOUT_EFFECT | ignore and keys.data[key] is not None]
+    suspects = [key for key in extra if _SUSPECT.search(key)]
+    if suspects:
+        found = ", ".join(f"{key} = {shown(keys.data[key])}" for key in suspects)
+        raise ConfigError(
+            keys.place.at(
+                (), f"has keys that are not known and may change attention: {found}; if they do not, pass ignore={suspects}"
+            )
+        )
+    if extra:
+        warnings.warn(f"{keys.place.where}: keys that are not known, not read: {', '.join(extra)}", stacklevel=4)
+
+
+def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    if isinstance(source, Mapping):
+        return source, "config.json"
+    where = os.fspath(source)
+    if os.path.isdir(where):
+        where = os.path.join(where, "config.json")
+    place = Place(where)
+    try:
+        with open(where, encoding="utf-8") as file:
+            data = json.load(file)
+    except OSError as error:
+        raise ConfigError(place.at((), f"cannot be read: {error.strerror or error}")) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(place.at((), f"is not UTF-8 text (byte {error.start})")) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(place.at((), f"is not JSON: {error.msg}", error.lineno)) from None
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(place.at((), f"is not JSON that can be read: {error}")) from None
+    if not isinstance(data, dict):
+        raise ConfigError(place.at((), f"found {shown(data)}; allowed is a JSON object"))
+    return data, where
