@@ -7,9 +7,9 @@ Face `config.json`. The package loads this module when it is first asked for: py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
 
 import jax
@@ -247,7 +247,7 @@ class AttentionConfig(LayerConfig):
 
         >>> shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "max_position_embeddings": 8192}
         >>> cfg = AttentionConfig.from_hf({"model_type": "llama", "num_hidden_layers": 30, **shape}, name="smollm2")
-        >>> cfg.head_dim, cfg.build().name, dict(cfg.build().options)
+        >>> cfg.head_dim, cfg.build().name, cfg.build().options
         (64, 'auto', {'causal': True})
         """
         from attention_ops import hf
@@ -295,9 +295,8 @@ class AttentionConfig(LayerConfig):
         kind = next((kind for kind, found in self.layer_types.items() if found is facts), None)
         return ConfiguredAttention(
             operation=(facts.operation,) if isinstance(facts.operation, str) else facts.operation,
-            options=MappingProxyType(facts.options()),
+            facts=facts,
             metadata=dataclasses.replace(OperationMetadata.from_config(self), mesh=mesh),
-            sinks=facts.sinks,
             source=f"config {self.name}" + (f", {kind} layers" if kind and len(names) > 1 else ""),
         )
 
@@ -356,17 +355,20 @@ class ConfiguredAttention:
 
     Attributes:
         operation: the name, or the names tried in order.
-        options: the call options that the config fixes.
+        facts: the layer's own; with `sinks`, each call must bring `softmax_aux`.
         metadata: the settings of the operation.
-        sinks: whether each call must bring `softmax_aux`, the learned sinks [H].
         source: what plans say of where the name came from.
     """
 
     operation: tuple[str, ...]
-    options: Mapping[str, Any] = dataclasses.field(hash=False)
+    facts: LayerConfig
     metadata: OperationMetadata
-    sinks: bool
     source: str
+
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """The call options that the config fixes."""
+        return self.facts.options()
 
     @property
     def name(self) -> str:
@@ -375,7 +377,7 @@ class ConfiguredAttention:
 
     def __call__(self, query: Any, key: Any, value: Any, **options: Unpack[AttentionOptions]) -> AttentionOutput:
         """Run the layer's attention; see `attention_ops.attention` for the options and errors."""
-        if self.sinks and "softmax_aux" not in options:
+        if self.facts.sinks and "softmax_aux" not in options:
             raise ValueError(
                 f"{self.source} has attention sinks and the call brings none; pass softmax_aux=, one learned logit per "
                 f"query head [{query.shape[2]}], or softmax_aux=None to run without"
@@ -386,7 +388,7 @@ class ConfiguredAttention:
     def plan(self, query: Any, key: Any, value: Any, device: Any = None, **options: Unpack[AttentionOptions]) -> Plan:
         """Return the plan of such a call, without running it. Sinks, where the config has them, need not be given."""
         merged = self._merged(options)
-        if self.sinks:
+        if self.facts.sinks:
             merged.setdefault("softmax_aux", jax.ShapeDtypeStruct((query.shape[2],), "float32"))
         return api.plan(self.operation, query, key, value, device=device, metadata=self.metadata, **merged)
 

@@ -13,6 +13,9 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
+_UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's names for a key of no field, and a key that is no text
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a config came from. Heads every message: `configs/x.yaml:7: layer_types.local.causal: `."""
@@ -52,7 +55,7 @@ class Schema:
 def sentences(errors: Iterable[Mapping[str, Any]], data: Mapping[str, Any], place: Place, schema: Schema) -> list[str]:
     """Return a line for each of pydantic's errors, and one only for what several of them say."""
     found = [(_keys(error), error) for error in errors]
-    renamed = {schema.nearest(loc) for loc, error in found if error["type"] == "extra_forbidden"}
+    renamed = {schema.nearest(loc) for loc, error in found if error["type"] in _UNKNOWN}
     lines: dict[tuple[Any, ...], str] = {}
     for loc, error in found:
         said = {*lines, *renamed} if error["type"] == "missing" else {*lines}
@@ -72,7 +75,7 @@ def _sentence(error: Mapping[str, Any], loc: tuple[Any, ...], schema: Schema) ->
     kind, found, leaf = error["type"], shown(error["input"]), loc[-1] if loc else None
     if kind == "value_error":
         return str(error["ctx"]["error"])
-    if kind == "extra_forbidden" or (len(loc) == 2 and loc[0] == "block_sizes" and leaf not in schema.keys_at(loc)):
+    if kind in _UNKNOWN or (len(loc) == 2 and loc[0] == "block_sizes" and leaf not in schema.keys_at(loc)):
         return (
             f"is no key of a config; the nearest is {schema.nearest(loc)[-1]!r}. Allowed here: {', '.join(schema.keys_at(loc))}"
         )

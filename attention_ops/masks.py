@@ -160,9 +160,12 @@ class Mask:
 
     def resolve(self, offset: int | Array) -> Mask:
         """Return the mask with `offset` where none was stated."""
-        return self.map_leaves(
-            lambda leaf: dataclasses.replace(leaf, offset=offset)  # type: ignore[call-arg] if isinstance(leaf, Positional) and leaf.stated_offset is None else leaf
-        )
+
+        def place(leaf: Mask) -> Mask:
+            is_open = isinstance(leaf, Positional) and leaf.stated_offset is None
+            return dataclasses.replace(leaf, offset=offset) if is_open else leaf  # type: ignore[call-arg]
+
+        return self.map_leaves(place)
 
     def abstract(self) -> Mask:
         """Return the mask with every run-time array replaced by its `jax.ShapeDtypeStruct`; it can be hashed."""

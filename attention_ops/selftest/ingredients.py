@@ -114,7 +114,12 @@ def _soft_cap(draft: Draft) -> None:
     draft.options["logits_soft_cap"] = 2.5
 
 
-@_ingredient(Feature.DROPOUT)
+def _as_many_keys_as_values(draft: Draft) -> None:
+    """For values that are the unit matrix."""
+    draft.T, draft.S = (draft.Dv if draft.T == draft.S else draft.T), draft.Dv
+
+
+@_ingredient(Feature.DROPOUT, _as_many_keys_as_values)
 def _dropout(draft: Draft) -> None:
     draft.options |= {"dropout_prob": 0.3, "deterministic": False}
 

@@ -51,17 +51,18 @@ class Attention:
         weights: the softmax [B, H, T, S], sinks in the denominator, before dropout.
         logsumexp: over the allowed keys, without sinks, [B, T, H]; -inf where there is none.
         allowed: [B, H, T, S].
+        sink_weights: the share of each sink in the softmax, [B, H, T, n].
     """
 
     output: np.ndarray
     weights: np.ndarray
     logsumexp: np.ndarray
     allowed: np.ndarray
+    sink_weights: np.ndarray
     _query: np.ndarray
     _key: np.ndarray
     _value: np.ndarray
     _slope: np.ndarray
-    _sink_weights: np.ndarray
     _keep: np.ndarray
     _scale: float
     _options: Options
@@ -90,14 +91,18 @@ class Attention:
         d_key = np.einsum("bhts,bthd->bshd", d_logits, self._query, optimize=True) * self._scale
         K = self._options["key_heads"]
         bias, sinks = self._options.get("bias"), self._options.get("softmax_aux")
-        d_sinks = -(self._sink_weights * delta[..., None]).sum((0, 2))
         return Gradients(
             query=a.stored(d_query),
             key=a.stored(_over_groups(d_key, K)),
             value=a.stored(_over_groups(d_value, K)),
             bias=None if bias is None else a.stored(_sum_to(d_biased, bias.shape), bias.dtype),
-            sinks=None if sinks is None else a.stored(_sum_sinks(d_sinks, sinks.shape), sinks.dtype),
+            sinks=None if sinks is None else a.stored(self.d_sinks(delta), sinks.dtype),
         )
+
+    def d_sinks(self, delta: np.ndarray) -> np.ndarray:
+        """Return the gradient of the sinks from delta [B, H, T], the sum of d_output * output over the head dim."""
+        d_sinks, shape = -(self.sink_weights * delta[..., None]).sum((0, 2)), self._options["softmax_aux"].shape
+        return d_sinks[:, 0] if len(shape) == 1 else _sum_to(d_sinks, shape)
 
 
 def attention(query: Any, key: Any, value: Any, options: Options, keep: np.ndarray | None = None) -> Attention:
@@ -194,7 +199,7 @@ def _evaluate(
         _key=key,
         _value=value,
         _slope=slope,
-        _sink_weights=sink_weights,
+        sink_weights=sink_weights,
         _keep=keep,
         _scale=float(scale),
         _options={**options, "key_heads": K},
@@ -230,10 +235,6 @@ def _sinks(sinks: Any, H: int, work: np.dtype) -> np.ndarray:
         return np.zeros((H, 0), work)
     sinks = np.asarray(sinks).astype(work)
     return np.broadcast_to(sinks[:, None] if sinks.ndim == 1 else sinks, (H, sinks.size // sinks.shape[0]))
-
-
-def _sum_sinks(d_sinks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return d_sinks[:, 0] if len(shape) == 1 else _sum_to(d_sinks, shape)
 
 
 def _sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,0 +1,353 @@
+"""The table of cases: which calls prove a route. The tests use the same table.
+
+A case is a name. `causal+gqa/tiles/bfloat16/nan` is: the ingredients causal and gqa, the sizes called tiles, a dtype, and hidden
+keys and rows filled with NaN. Any combination of known words is a case, so whatever failed can be run again by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from attention_ops.errors import did_you_mean
+from attention_ops.features import Feature
+from attention_ops.selftest import reference
+from attention_ops.selftest.ingredients import INGREDIENTS, Draft, Ingredient
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Sizes before the ingredients change them, and block sizes to force, if any."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    D: int
+    blocks: tuple[int | None, int | None] = (None, None)
+
+
+GEOMETRIES = {
+    "small": Geometry(2, 19, 19, 6, 16),
+    "tiles": Geometry(2, 37, 53, 6, 16, (8, 16)),  # blocks divide neither length
+    "square": Geometry(2, 45, 45, 6, 16, (16, 8)),
+    "ragged": Geometry(2, 22, 19, 6, 16, (16, 16)),
+    "one_head": Geometry(2, 12, 12, 1, 8),
+    "odd": Geometry(2, 19, 19, 3, 13),  # the default scale is that of 13, whatever it is padded to
+    "wide": Geometry(1, 24, 24, 2, 80),
+    "decode": Geometry(3, 1, 75, 6, 16, (None, 16)),
+    "decode_long": Geometry(1, 1, 1100, 2, 16),
+    "long": Geometry(1, 600, 600, 4, 32),  # more than one tile at the default block sizes
+    "deep": Geometry(1, 128, 128, 2, 128),
+    "aligned": Geometry(2, 128, 128, 4, 64),  # for routes with rules about lengths and head dims
+    "aligned_wide": Geometry(1, 256, 256, 4, 128),
+}
+_FALLBACK_GEOMETRIES = ("small", "square", "aligned", "aligned_wide")
+
+VARIANTS = {
+    "nan": "hidden keys and rows hold NaN, Inf and huge numbers",
+    "large": "logits four times as large, up to about 50",
+    "cancel": "cotangents chosen so that the gradient of the sinks is a sum that nearly cancels",
+}
+MODES = {
+    "bare": "asks for nothing but the output",
+    "forward": "differentiable=False",
+    "eager": "not under jit",
+    "vmap": "query and bias mapped, the rest not",
+    "vmap_grad": "vmap of the gradient, all arrays mapped",
+    "remat": "under jax.checkpoint",
+}
+
+
+class UnknownCaseError(ValueError):
+    """A case name has a word that no table holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call to check: ingredients in table order, and how it is made."""
+
+    parts: tuple[str, ...] = ()
+    geometry: str = "small"
+    dtype: str = "float32"
+    variant: str = ""
+    mode: str = ""
+
+    @functools.cached_property
+    def name(self) -> str:
+        words = ("+".join(self.parts) or "plain", self.geometry, self.dtype, self.variant, self.mode)
+        return "/".join(word for word in words if word)
+
+    @property
+    def ingredients(self) -> tuple[Ingredient, ...]:
+        return tuple(INGREDIENTS[part] for part in self.parts)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features its ingredients are cases of."""
+        return frozenset(item.feature for item in self.ingredients if item.feature is not None)
+
+    @property
+    def samples(self) -> int:
+        return 2 if self.mode in ("vmap", "vmap_grad") else 1
+
+    def problem(self, seed: int = 0, sample: int = 0) -> Problem:
+        """Draw the data. The same seed gives the same data, whatever else is run; variants and modes share it."""
+        name = dataclasses.replace(self, variant="", mode="").name
+        draft = self._draft(np.random.default_rng([seed, zlib.crc32(name.encode()), sample]))
+        return _problem(self, draft)
+
+    def _draft(self, rng: np.random.Generator) -> Draft:
+        g = GEOMETRIES[self.geometry]
+        draft = Draft(rng, dtype_of(self.dtype), g.B, g.T, g.S, g.H, g.H, g.D, g.D)
+        for item in self.ingredients:
+            if item.resize is not None:
+                item.resize(draft)
+        for item in sorted(self.ingredients, key=lambda item: item.feature is not Feature.OFFSET):
+            item.add(draft)
+        if draft.positional and draft.T not in (1, draft.S):
+            draft.options.setdefault("query_offset", 0)
+        return draft
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The data of a case. `options` is what the call gets; `law` the same for the reference, a Mask as its boolean array."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    options: Mapping[str, Any]
+    law: Mapping[str, Any]
+    blocks: tuple[int | None, int | None]
+    d_output: np.ndarray
+    d_logsumexp: np.ndarray
+    d_weights: np.ndarray
+
+    @property
+    def shapes(self) -> str:
+        arrays = {"query": self.query, "key": self.key, "value": self.value} | {
+            name: value for name, value in self.law.items() if isinstance(value, np.ndarray) and value.ndim
+        }
+        return ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+
+
+def dtype_of(name: str) -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def _problem(case: Case, draft: Draft) -> Problem:
+    B, T, S, H, K, D, Dv = draft.B, draft.T, draft.S, draft.H, draft.K, draft.D, draft.Dv
+    query = draft.normal(B, T, H, D, scale=12.0 if case.variant == "large" else 3.0)
+    key = draft.normal(B, S, K, D)
+    head = np.arange(K)[:, None]
+    value = draft.normal(B, S, K, Dv) + 0.25 * head
+    if Feature.DROPOUT in case.features:  # the output then shows each weight by itself
+        value = np.broadcast_to(np.eye(S, Dv)[None, :, None, :] * (1 + 0.25 * head), value.shape)
+    law = dict(draft.options) if draft.law is None else {**draft.options, "mask": draft.law}
+    d_output = draft.normal(B, T, H, Dv, center=0.5)
+    d_logsumexp, d_weights = draft.normal(B, T, H), draft.normal(B, H, T, S)
+    query, key, value, d_output = (x.astype(draft.dtype) for x in (query, key, value, d_output))
+    if case.variant == "nan":
+        query, key, value = _poisoned(query, key, value, reference.visible(B, H, T, S, law))
+    blocks = GEOMETRIES[case.geometry].blocks
+    return Problem(query, key, value, draft.options, law, blocks, d_output, d_logsumexp, d_weights)
+
+
+_POISON = (np.nan, np.inf, -np.inf, 3e4)
+
+
+def _poisoned(query: np.ndarray, key: np.ndarray, value: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Fill the keys that no query may attend, and the queries that may attend no key."""
+    B, H, T, S = allowed.shape
+    K = key.shape[2]
+    unseen = ~allowed.reshape(B, K, H // K, T, S).any((2, 3)).swapaxes(1, 2)
+    blind = ~allowed.any(3).swapaxes(1, 2)
+    filled = []
+    for array, dead in ((query, blind), (key, unseen), (value, unseen)):
+        array = array.copy()
+        array[dead] = np.resize(np.asarray(_POISON), (int(dead.sum()), 1)).astype(array.dtype)
+        filled.append(array)
+    return tuple(filled)
+
+
+# ---------------------------------------------------------------- names
+
+
+def parse(name: str) -> Case:
+    """Return the case of that name.
+
+    Raises:
+        UnknownCaseError: a word is unknown; the message has the nearest.
+    """
+    head, *words = name.split("/")
+    parts = () if head == "plain" else tuple(head.split("+"))
+    for part in parts:
+        if part not in INGREDIENTS:
+            raise UnknownCaseError(f"no case ingredient is named {part!r} in {name!r}.{did_you_mean(part, INGREDIENTS)}")
+    found: dict[str, str] = {}
+    tables = (("geometry", GEOMETRIES), ("dtype", DTYPES), ("variant", VARIANTS), ("mode", MODES))
+    for word in words:
+        field = next((field for field, table in tables if word in table and field not in found), None)
+        if field is None:
+            known = [word for _, table in tables for word in table]
+            raise UnknownCaseError(f"{word!r} in the case name {name!r} is no size, dtype or mode.{did_you_mean(word, known)}")
+        found[field] = word
+    return make(parts, **found)
+
+
+def make(
+    parts: Iterable[str], geometry: str = "small", dtype: str = "float32", variant: str = "", mode: str = ""
+) -> Case:
+    """Return a case, its ingredients in the order of the table."""
+    chosen = set(parts)
+    return Case(tuple(name for name in INGREDIENTS if name in chosen), geometry, dtype, variant, mode)
+
+
+def restricted(case: Case, declared: frozenset[Feature]) -> Case:
+    """Return the case without the ingredients whose feature is not declared."""
+    kept = [item for item in case.ingredients if item.feature is None or item.feature in declared]
+    names = {item.name for item in kept}
+    kept = [item for item in kept if not item.needs or any(INGREDIENTS[n].feature in _features(names) for n in item.needs)]
+    return make((item.name for item in kept), case.geometry, case.dtype, case.variant, case.mode)
+
+
+def _features(names: Iterable[str]) -> set[Feature | None]:
+    return {INGREDIENTS[name].feature for name in names}
+
+
+def elsewhere(case: Case) -> Iterable[Case]:
+    """Yield the case, then the same at other sizes and dtypes, for a route whose rules refuse these."""
+    yield case
+    dtypes = dict.fromkeys((case.dtype, *DTYPES))
+    for dtype, geometry in itertools.product(dtypes, _FALLBACK_GEOMETRIES):
+        if (geometry, dtype) != (case.geometry, case.dtype):
+            yield dataclasses.replace(case, geometry=geometry, dtype=dtype)
+
+
+# ---------------------------------------------------------------- the table
+
+ALONE = (
+    "causal",
+    "window",
+    "segments",
+    "lengths",
+    "mask",
+    "bias",
+    "sinks",
+    "soft_cap",
+    "gqa",
+    "value_dim",
+    "dropout",
+)
+"""One ingredient per feature. An offset is nothing without a position, so it comes as causal+offset or window+offset."""
+
+PAIRED = (
+    ("causal+offset_rows+segments+lengths+mask_shared+sinks+value_dim", "tiles", "float32"),
+    ("causal+window+mask_samples+bias_heads+soft_cap+gqa", "tiles", "bfloat16"),
+    ("window_open+kv_lengths+mask_heads+bias_keys+sinks_many+value_narrow", "tiles", "float16"),
+    ("window_int+offset_traced+segments_mixed+mask_2d+sinks_shared+soft_cap+mqa", "tiles", "float32"),
+    ("segments+q_lengths+mask_keys+bias_float32+soft_cap+gqa+value_dim", "tiles", "bfloat16"),
+    ("causal+offset+segments+mask_prefix+bias_shared+gqa", "tiles", "float32"),
+)
+"""Every pair of features is in one of these; without what a route does not declare they still cover the pairs it does."""
+
+OTHERS = (
+    ("mask_static+bias_2d+sinks", "square", "float32"),
+    ("mask_or+bias_blocks+soft_cap", "tiles", "float16"),
+    ("mask_not+bias_head_keys+gqa", "square", "float32"),
+    ("causal+window_left+mask_chunked+scale", "tiles", "bfloat16"),
+    ("causal+offset_negative", "small", "float32"),
+    ("causal+kv_lengths+gqa", "decode", "float32"),
+    ("mask_late", "decode_long", "float32"),
+    ("causal", "one_head", "float32"),
+    ("plain", "odd", "float32"),
+    ("causal+bias_lowest", "small", "float16"),
+    ("sinks_strong", "small", "float32"),
+    ("plain", "deep", "bfloat16", "large"),
+    ("causal+gqa", "long", "float32"),
+    ("window+lengths", "long", "bfloat16"),
+)
+
+IN_MODES = (
+    ("plain", "bare"),
+    ("plain", "forward"),
+    ("causal+bias_heads+gqa", "eager"),
+    ("causal+mask_samples+bias_heads", "vmap"),
+    ("window+sinks+gqa", "vmap_grad"),
+    ("lengths+soft_cap+gqa", "remat"),
+)
+
+TIMED = ("long",)
+"""Sizes at which a route is timed against vanilla."""
+
+
+def quick(declared: frozenset[Feature]) -> list[Case]:
+    """Return the cases of the quick run for a route that declares these features."""
+    cases = [make(()), *(make(part for part in parts) for parts in _alone(declared, ALONE))]
+    cases += [parse("/".join(row)) for row in (*PAIRED, *OTHERS)]
+    cases += [make(_split(parts), mode=mode) for parts, mode in IN_MODES]
+    cases += [make(_split("dropout+mask_samples+bias_heads+soft_cap+gqa"), dtype="bfloat16")]
+    cases += [make(_split("dropout+causal+segments+sinks+value_dim"))]
+    cases += [make(("sinks",), dtype="bfloat16", variant="cancel")]
+    return _applicable(cases, declared)
+
+
+def full(declared: frozenset[Feature]) -> list[Case]:
+    """Return the whole grid."""
+    cases = quick(declared)
+    every = [name for name, item in INGREDIENTS.items() if item.feature is not Feature.OFFSET]
+    for parts, dtype in itertools.product([(), *_alone(declared, every)], DTYPES):
+        cases += [make(parts, "small", dtype), make(parts, "tiles" if dtype == "float32" else "square", dtype)]
+    for one, other in itertools.combinations(_alone(declared, ALONE), 2):
+        cases += [make({*one, *other}, "tiles"), make({*one, *other}, "small", "bfloat16")]
+    for geometry, dtype in itertools.product(GEOMETRIES, DTYPES):
+        cases += [make(_split(parts), geometry, dtype) for parts in ("plain", "causal+gqa", "kv_lengths+bias_heads+soft_cap")]
+    for (parts, *_), mode in itertools.product(PAIRED, MODES):
+        cases.append(make(_split(parts), mode=mode))
+    for dtype, parts in itertools.product(("bfloat16", "float16"), ("sinks", "sinks_many", "sinks_shared")):
+        cases.append(make((parts,), "aligned", dtype, "cancel"))
+    cases += [make((), "deep", dtype, "large") for dtype in DTYPES]
+    return _applicable(cases, declared)
+
+
+def _split(parts: str) -> tuple[str, ...]:
+    return () if parts == "plain" else tuple(parts.split("+"))
+
+
+def _alone(declared: frozenset[Feature], names: Iterable[str]) -> list[tuple[str, ...]]:
+    rows = [(name,) for name in names if INGREDIENTS[name].feature is None or INGREDIENTS[name].feature in declared]
+    position = next((name for name in ("causal", "window") if INGREDIENTS[name].feature in declared), None)
+    if Feature.OFFSET in declared and position is not None:
+        rows += [(position, name) for name, item in INGREDIENTS.items() if item.feature is Feature.OFFSET and _wanted(name, names)]
+    return rows
+
+
+def _wanted(offset: str, names: Iterable[str]) -> bool:
+    return offset == "offset" or len(list(names)) > len(ALONE)
+
+
+_HIDING = frozenset({Feature.MASK, Feature.SEGMENTS, Feature.LENGTHS, Feature.OFFSET, Feature.WINDOW})
+
+
+def _applicable(cases: Iterable[Case], declared: frozenset[Feature]) -> list[Case]:
+    """Return the cases as far as the features allow, each once, those that hide keys or rows also with NaN there."""
+    kept: dict[Case, None] = {}
+    for case in cases:
+        case = restricted(case, declared)
+        if case.variant == "cancel" and Feature.SINKS not in case.features:
+            continue
+        kept[case] = None
+        if not case.variant and not case.mode and (case.features & _HIDING or "bias_blocks" in case.parts):
+            kept[dataclasses.replace(case, variant="nan")] = None
+    return list(kept)

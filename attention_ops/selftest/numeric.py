@@ -1,0 +1,348 @@
+"""The numeric proof: run a case on a route and hold what comes back to the law."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attention_ops.api import attention
+from attention_ops.features import Feature
+from attention_ops.masks import Mask
+from attention_ops.metadata import BlockSizes, OperationMetadata
+from attention_ops.operation import Tolerance
+from attention_ops.selftest import dropout, reference
+from attention_ops.selftest.cases import Case, Problem
+
+_DIFFERENTIABLE = ("bias", "softmax_aux")
+_MAPPED = {"vmap": ("query", "bias"), "vmap_grad": ("query", "key", "value", "bias", "softmax_aux")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What is proven: the name under which it is called, and what it declares."""
+
+    impl: str | tuple[str, ...]
+    supports: frozenset[Feature]
+    tolerance: Tolerance = Tolerance()
+    metadata: OperationMetadata = OperationMetadata()
+
+
+@dataclasses.dataclass(frozen=True)
+class Asks:
+    """What a call asks for beyond its output."""
+
+    logsumexp: bool
+    weights: bool
+    gradients: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One quantity of one case: the largest error anywhere in it, and the largest that is allowed."""
+
+    quantity: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound
+
+    @property
+    def ratio(self) -> float:
+        return self.error / self.bound if self.bound else (0.0 if self.error == 0 else float("inf"))
+
+
+def asks_of(case: Case, supports: frozenset[Feature]) -> Asks:
+    """Ask for all that the route declares, except where the case is about not asking."""
+    bare = case.mode == "bare"
+    trained_bias = Feature.BIAS_GRADIENT in supports or Feature.BIAS not in case.features
+    return Asks(
+        logsumexp=Feature.LOGSUMEXP in supports and not bare,
+        weights=Feature.WEIGHTS in supports and not bare,
+        gradients=Feature.GRADIENT in supports and trained_bias and case.mode != "forward",
+    )
+
+
+# ---------------------------------------------------------------- the call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Everything that decides which program is compiled, other than shapes."""
+
+    impl: str | tuple[str, ...]
+    metadata: OperationMetadata
+    static: tuple[tuple[str, Any], ...]
+    asks: Asks
+    mode: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call: `inputs` are differentiated, `traced` are run-time data, `cotangents` come back."""
+
+    call: _Call
+    inputs: dict[str, Any]
+    traced: dict[str, Any]
+    cotangents: tuple[Any, Any, Any]
+
+    @property
+    def key(self) -> Any:
+        """What two calls have in common that share a program."""
+        leaves, tree = jax.tree_util.tree_flatten((self.inputs, self.traced, self.cotangents))
+        return self.call, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+def metadata_for(target: Target, problem: Problem) -> OperationMetadata:
+    if problem.blocks == (None, None):
+        return target.metadata
+    return dataclasses.replace(target.metadata, block_sizes=BlockSizes(*problem.blocks))
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the options that are static, run-time data, and differentiable."""
+    static: dict[str, Any] = {}
+    traced: dict[str, Any] = {}
+    differentiable: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _DIFFERENTIABLE:
+            differentiable[name] = jnp.asarray(value)
+        elif isinstance(value, np.ndarray | np.generic):
+            traced[name] = jnp.asarray(value)
+        elif isinstance(value, Mask | jax.Array):
+            traced[name] = value
+        else:
+            static[name] = value
+    return static, traced, differentiable
+
+
+def arguments(case: Case, problems: Sequence[Problem], target: Target, asks: Asks) -> Arguments:
+    """Return the arguments of a case; in the vmap modes arrays of several samples are stacked."""
+    problem = problems[0]
+    static, traced, _ = split_options(problem.options)
+    if Feature.DROPOUT in case.features:
+        traced["dropout_rng"] = jax.random.PRNGKey(0)
+    mapped = _MAPPED.get(case.mode, ())
+    inputs: dict[str, Any] = {}
+    for name in ("query", "key", "value", *_DIFFERENTIABLE):
+        samples = [_array(one, name) for one in problems]
+        if samples[0] is not None:
+            inputs[name] = jnp.stack([jnp.asarray(x) for x in samples]) if name in mapped else jnp.asarray(samples[0])
+    wanted = (("d_output", True), ("d_logsumexp", asks.logsumexp), ("d_weights", asks.weights))
+    cotangents = []
+    for name, asked in wanted:
+        samples = [jnp.asarray(getattr(one, name)) for one in problems]
+        cotangents.append(None if not asked else jnp.stack(samples) if mapped else samples[0])
+    call = _Call(target.impl, metadata_for(target, problem), tuple(sorted(static.items())), asks, case.mode)
+    return Arguments(call, inputs, traced, tuple(cotangents))  # type: ignore[arg-type]
+
+
+def _array(problem: Problem, name: str) -> Any:
+    return problem.options.get(name) if name in _DIFFERENTIABLE else getattr(problem, name)
+
+
+def _evaluate(call: _Call, inputs: dict[str, Any], traced: dict[str, Any], cotangents: tuple[Any, Any, Any]) -> Any:
+    """Return (output, logsumexp, weights) and the gradients of the inputs, or None for these."""
+
+    def forward(inputs: dict[str, Any]) -> Any:
+        out = attention(
+            **inputs,
+            **traced,
+            **dict(call.static),
+            impl=call.impl,
+            metadata=call.metadata,
+            return_logsumexp=call.asks.logsumexp,
+            return_weights=call.asks.weights,
+            differentiable=call.asks.gradients,
+        )
+        return out.attention_outputs, out.logsumexp, out.attention_weights
+
+    run: Any = jax.checkpoint(forward) if call.mode == "remat" else forward
+    if call.mode == "vmap":
+        run = jax.vmap(forward, in_axes=(_axes(inputs, call.mode),))
+    if not call.asks.gradients:
+        return run(inputs), None
+    results, pull_back = jax.vjp(run, inputs)
+    return results, pull_back(cotangents)[0]
+
+
+def _axes(inputs: Mapping[str, Any], mode: str) -> dict[str, int | None]:
+    return {name: 0 if name in _MAPPED[mode] else None for name in inputs}
+
+
+def program(call: _Call, inputs: Mapping[str, Any], compiler_options: Mapping[str, Any]) -> Any:
+    """Return the function of (inputs, traced, cotangents) that runs a call, compiled unless the case is about eager calls."""
+    evaluate: Any = functools.partial(_evaluate, call)
+    if call.mode == "vmap_grad":
+        evaluate = jax.vmap(evaluate, in_axes=(_axes(inputs, call.mode), None, 0))
+    return evaluate if call.mode == "eager" else jax.jit(evaluate, compiler_options=dict(compiler_options) or None)
+
+
+# ---------------------------------------------------------------- what should come back
+
+
+class _Expected:
+    """The law and the plain computation of a case, for the same arguments."""
+
+    def __init__(self, case: Case, problems: Sequence[Problem], asks: Asks, keep: np.ndarray | None = None):
+        self.case, self.problems, self.asks = case, problems, asks
+        self.samples = [self._one(i, keep) for i in range(len(problems))]
+
+    def _one(self, index: int, keep: np.ndarray | None) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        problem = mixed(self.case, self.problems, index)
+        arrays = (problem.query, problem.key, problem.value, problem.law, keep)
+        return _quantities(reference.attention(*arrays), problem, self.asks), _quantities(
+            reference.plain(*arrays), problem, self.asks
+        )
+
+    def quantities(self) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Yield each quantity by name, as the law and as the plain computation have it."""
+        for name in self.samples[0][0]:
+            law, plain = ([sample[which][name] for sample in self.samples] for which in (0, 1))
+            if self.case.mode == "vmap" and name.startswith("d_") and name[2:] not in _MAPPED["vmap"]:
+                yield name, sum(law), sum(plain)  # type: ignore[misc]
+            elif len(law) > 1:
+                yield name, np.stack(law), np.stack(plain)
+            else:
+                yield name, law[0], plain[0]
+
+
+def mixed(case: Case, problems: Sequence[Problem], index: int) -> Problem:
+    """Return sample `index`: its own mapped arrays and cotangents, all else from the first sample."""
+    if index == 0:
+        return problems[0]
+    first, own, mapped = problems[0], problems[index], _MAPPED[case.mode]
+    law = {**first.law, **{name: own.law[name] for name in _DIFFERENTIABLE if name in mapped and name in own.law}}
+    arrays = {name: getattr(own, name) for name in ("query", "key", "value") if name in mapped}
+    return dataclasses.replace(
+        first, **arrays, law=law, d_output=own.d_output, d_logsumexp=own.d_logsumexp, d_weights=own.d_weights
+    )
+
+
+def _quantities(result: reference.Attention, problem: Problem, asks: Asks) -> dict[str, np.ndarray]:
+    found = {"output": result.output}
+    if asks.logsumexp:
+        found["logsumexp"] = result.logsumexp
+    if asks.weights:
+        found["weights"] = result.weights
+    if asks.gradients:
+        d_logsumexp = problem.d_logsumexp if asks.logsumexp else None
+        gradients = result.gradients(problem.d_output, d_logsumexp, problem.d_weights if asks.weights else None)
+        found |= {"d_query": gradients.query, "d_key": gradients.key, "d_value": gradients.value}
+        found |= {"d_bias": gradients.bias} if gradients.bias is not None else {}
+        found |= {"d_softmax_aux": gradients.sinks} if gradients.sinks is not None else {}
+    return found
+
+
+_cache_lock = threading.Lock()
+_cache: dict[Any, _Expected] = {}
+
+
+def _expected(case: Case, problems: Sequence[Problem], asks: Asks, seed: int) -> _Expected:
+    """Return what a case should give; kept, because several routes are asked the same."""
+    key = (case, asks, seed)
+    with _cache_lock:
+        found = _cache.get(key)
+    if found is None:
+        found = _Expected(case, problems, asks)
+        with _cache_lock:
+            if len(_cache) >= 512:
+                _cache.clear()
+            _cache[key] = found
+    return found
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def compare(got: Any, law: np.ndarray, plain: np.ndarray, multiple: float) -> tuple[float, float]:
+    """Return the largest error, and the bound: `multiple` times the larger of the plain error and one unit of rounding."""
+    dtype = np.dtype(got.dtype)
+    got = np.asarray(got).astype(np.float64)
+    if got.shape != law.shape:
+        return float("inf"), 0.0
+    finite = np.isfinite(law)
+    if not np.array_equal(got[~finite], law[~finite]):
+        return float("inf"), 0.0
+    if not finite.any():
+        return 0.0, 0.0
+    wrong = np.abs(got[finite] - law[finite])
+    error = float("inf") if np.isnan(wrong).any() else float(wrong.max())
+    yard = float(np.abs(plain.astype(np.float64)[finite] - law[finite]).max())
+    return error, multiple * max(yard, reference.epsilon(dtype) * float(np.abs(law[finite]).max()))
+
+
+def run(case: Case, target: Target, seed: int, compiled: Mapping[Any, Any], asks: Asks | None = None) -> list[Check]:
+    """Run a case and return a check per quantity. `compiled` maps the key of the arguments to a program that takes them."""
+    asks = asks or asks_of(case, target.supports)
+    problems = [case.problem(seed, sample) for sample in range(case.samples)]
+    args = arguments(case, problems, target, asks)
+    call = compiled[args.key]
+    if case.variant == "cancel":
+        return _cancelling(problems[0], args, call, asks)
+    if Feature.DROPOUT in case.features:
+        return _with_dropout(case, problems[0], args, call, asks, target)
+    results, gradients = call(args.inputs, args.traced, args.cotangents)
+    return _checks(results, gradients, _expected(case, problems, asks, seed), target.tolerance)
+
+
+def _checks(results: Any, gradients: Any, expected: _Expected, tolerance: Tolerance) -> list[Check]:
+    got = dict(zip(("output", "logsumexp", "weights"), results, strict=True))
+    got |= {f"d_{name}": value for name, value in (gradients or {}).items()}
+    checks = []
+    for name, law, plain in expected.quantities():
+        multiple = tolerance.gradient if name.startswith("d_") else tolerance.forward
+        checks.append(Check(name, *compare(got[name], law, plain, multiple)))
+    return checks
+
+
+def _with_dropout(
+    case: Case, problem: Problem, args: Arguments, call: Any, asks: Asks, target: Target
+) -> list[Check]:
+    """Read off which weights were kept, hold everything else to the law with those, and the choice to its statistics."""
+
+    def once(key: int) -> Any:
+        return call(args.inputs, {**args.traced, "dropout_rng": jax.random.PRNGKey(key)}, args.cotangents)
+
+    results, gradients = once(0)
+    probability = problem.options["dropout_prob"]
+    no_dropout = reference.attention(problem.query, problem.key, problem.value, problem.law)
+    kept = dropout.kept(results[0], no_dropout)
+    expected = _Expected(case, [problem], asks, keep=kept / (1 - probability))
+    checks = _checks(results, gradients, expected, target.tolerance)
+    checks += [Check(*row) for row in dropout.statistics(lambda key: once(key)[0][0], no_dropout, probability)]
+    return checks
+
+
+_CANCELLING = 0.02
+
+
+def _cancelling(problem: Problem, args: Arguments, call: Any, asks: Asks) -> list[Check]:
+    """Choose d_output almost orthogonal to the gradient of the sinks, so that rounding single terms of the sum shows.
+
+    The sum may use the output as returned or before it was rounded; the bound is relative, per sink.
+    """
+    (output, _, _), _ = call(args.inputs, args.traced, args.cotangents)
+    law = reference.attention(problem.query, problem.key, problem.value, problem.law)
+    rounded = np.asarray(output).astype(np.float64)
+    weight = law.sink_weights.sum(-1).swapaxes(1, 2)[..., None]
+    direction = weight * rounded
+    d_output = problem.d_output.astype(np.float64)
+    along = (direction * d_output).sum((0, 1, 3)) / (direction**2).sum((0, 1, 3))
+    d_output = (d_output - 0.99 * along[:, None] * direction).astype(problem.d_output.dtype)
+    zeros = tuple(None if x is None else jnp.zeros_like(x) for x in args.cotangents[1:])
+    _, gradients = call(args.inputs, args.traced, (jnp.asarray(d_output), *zeros))
+    got = np.asarray(gradients["softmax_aux"]).astype(np.float64)
+    errors = []
+    for out in (rounded, law.output):
+        want = law.d_sinks((d_output.astype(np.float64) * out).sum(-1).swapaxes(1, 2))
+        errors.append(float(np.max(np.abs(got - want) / np.abs(want))))
+    return [Check("d_softmax_aux", float("inf") if np.isnan(got).any() else min(errors), _CANCELLING)]

@@ -1,0 +1,57 @@
+"""Shapes in the annotations of the kernels are checked while the tests run."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxtyping import install_import_hook
+
+with install_import_hook("attention_ops.kernels", "beartype.beartype"):
+    import attention_ops.kernels.blockwise
+    import attention_ops.kernels.dense
+    import attention_ops.kernels.jax_nn  # noqa: F401
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attention_ops as ao
+from attention_ops import api
+
+
+@pytest.fixture(autouse=True)
+def _fresh_warnings() -> None:
+    """Let every test see the warnings that are given once per distinct plan."""
+    api._reported.clear()
+
+
+@pytest.fixture
+def registry():
+    """The registry, restored after the test to what it held before."""
+    from attention_ops import registry
+
+    ao.OperationRegistry.names()
+    state = registry._state
+    operations, aliases = dict(state.operations), dict(state.aliases)
+    yield ao.OperationRegistry
+    state.operations, state.aliases = operations, aliases
+    state.generation += 1
+
+
+@pytest.fixture
+def qkv():
+    """Make query, key and value of given sizes."""
+
+    def make(B=2, T=8, S=None, H=4, K=2, D=16, Dv=None, dtype=jnp.float32, seed=0):
+        rng = np.random.default_rng(seed)
+        shapes = ((B, T, H, D), (B, S or T, K, D), (B, S or T, K, Dv or D))
+        return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+    return make
+
+
+def shapes_of(*arrays: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
