@@ -133,7 +133,7 @@ def record_plans() -> Iterator[list[Plan]]:
 
 
 def _names(impl: Impl) -> tuple[str, ...]:
-    names = (impl,) if isinstance(impl, str) else tuple(impl)
+    names = (impl,) if isinstance(impl, str) else tuple(impl) if isinstance(impl, Sequence) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"impl is {impl!r}; allowed is an operation name or a non-empty sequence of names")
     return names

@@ -63,12 +63,16 @@ class Keys:
         self.seen.add(key)
         return self.data.get(key, self.defaults.get(key))
 
-    def count(self, key: str) -> int:
+    def count(self, key: str, least: int = 1, most: int | None = None) -> int:
         value = self.get(key)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or value < least or (most is not None and value > most):
             found = "is missing" if value is None else f"found {shown(value)}"
-            raise self.error(key, f"{found}; allowed is a whole number of 1 or more")
+            limit = f"{least} or more" if most is None else f"{least} to {most}"
+            raise self.error(key, f"{found}; allowed is a whole number of {limit}")
         return value
+
+    def layers(self, key: str) -> int:
+        return self.count(key, most=10_000)
 
     def positive(self, key: str) -> float | None:
         value = self.get(key)
@@ -101,7 +105,7 @@ def _heads(keys: Keys, width: str = "hidden_size", heads: str = "num_attention_h
 
 def _decoder(keys: Keys) -> Facts:
     """Read Llama and its relatives: every layer attends all earlier positions."""
-    layers, length = keys.count("num_hidden_layers"), keys.count("max_position_embeddings")
+    layers, length = keys.layers("num_hidden_layers"), keys.count("max_position_embeddings")
     return {"num_layers": layers, **_heads(keys), "max_length": length, "causal": True}
 
 
@@ -146,7 +150,7 @@ def pattern_of(kinds: list[str]) -> Facts:
 
 
 def _qwen(keys: Keys) -> Facts:
-    on, first = bool(keys.get("use_sliding_window")), keys.get("max_window_layers")
+    on, first = bool(keys.get("use_sliding_window")), keys.count("max_window_layers", least=0)
     keys.get("sliding_window")
     return _layered(keys, lambda layer: on and layer >= first)
 
@@ -185,7 +189,7 @@ def _deepseek(keys: Keys) -> Facts:
     heads = keys.count("num_attention_heads")
     kv_heads = heads if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
     return {
-        "num_layers": keys.count("num_hidden_layers"),
+        "num_layers": keys.layers("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": width,
@@ -204,14 +208,14 @@ def _bert(keys: Keys) -> Facts:
 
 def _vit(keys: Keys) -> Facts:
     tokens = (keys.count("image_size") // keys.count("patch_size")) ** 2 + 1
-    return {"num_layers": keys.count("num_hidden_layers"), **_heads(keys), "max_length": tokens, "causal": False}
+    return {"num_layers": keys.layers("num_hidden_layers"), **_heads(keys), "max_length": tokens, "causal": False}
 
 
 def _whisper(keys: Keys) -> Facts:
     heads = keys.count("decoder_attention_heads")
     keys.count("encoder_attention_heads")
     keys.only("encoder_attention_heads", heads, why=f"the decoder has {heads} heads, and one config has one number")
-    encoder, decoder, frames = keys.count("encoder_layers"), keys.count("decoder_layers"), keys.count("max_source_positions")
+    encoder, decoder, frames = keys.layers("encoder_layers"), keys.layers("decoder_layers"), keys.count("max_source_positions")
     return {
         "num_layers": encoder + 2 * decoder,
         **_heads(keys, "d_model", "decoder_attention_heads"),
@@ -226,7 +230,7 @@ def _sd3(keys: Keys) -> Facts:
     keys.only("dual_attention_layers", [], (), why="its second attention, of the image alone, is not read")
     heads, patches = keys.count("num_attention_heads"), keys.count("sample_size") // keys.count("patch_size")
     return {
-        "num_layers": keys.count("num_layers"),
+        "num_layers": keys.layers("num_layers"),
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": keys.count("attention_head_dim"),

@@ -737,7 +737,7 @@ HF_MISTAKES = {
     "missing": (
         "llama3_1_8b",
         {"num_hidden_layers": None},
-        r"num_hidden_layers: is missing; allowed is a whole number of 1 or more",
+        r"num_hidden_layers: is missing; allowed is a whole number of 1 to 10000",
     ),
     "width": (
         "llama3_1_8b",

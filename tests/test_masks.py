@@ -112,9 +112,7 @@ def test_tiles_inside_jit(mask, expected):
 
 
 def test_block_map_of_a_causal_mask():
-    np.testing.assert_array_equal(
-        masks.Causal(0).block_map(8, 8, 4, 4)[0, 0], [[PARTIAL, EMPTY], [FULL, PARTIAL]]
-    )
+    np.testing.assert_array_equal(masks.Causal(0).block_map(8, 8, 4, 4)[0, 0], [[PARTIAL, EMPTY], [FULL, PARTIAL]])
     assert masks.Causal(0).visible_fraction(1024, 1024) == pytest.approx(36 / 64)
 
 

@@ -163,7 +163,9 @@ def test_specs_are_the_same_for_arrays_and_their_shapes(qkv):
 
 
 def test_sinks_are_made_per_head():
-    request = make_request(*(jnp.zeros(s) for s in ((1, 2, 4, 8),) * 3), {"softmax_aux": jnp.array([[1.0, 2.0]])}, OperationMetadata())
+    request = make_request(
+        *(jnp.zeros(s) for s in ((1, 2, 4, 8),) * 3), {"softmax_aux": jnp.array([[1.0, 2.0]])}, OperationMetadata()
+    )
     np.testing.assert_array_equal(request.sinks, [[1.0, 2.0]] * 4)
 
 
