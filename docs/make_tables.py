@@ -1,0 +1,38 @@
+"""Write docs/support_matrix.md from the declarations of the registered operations. `--check` only compares."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import attention_ops as ao
+
+TARGET = pathlib.Path(__file__).with_name("support_matrix.md")
+HEAD = """# Support matrix
+
+Generated from what each forward declares: `make docs-tables`. A request for something that a route does not support is planned elsewhere, with that
+reason. `python -m attention_ops.selftest` proves the routes that can run on your machine.
+"""
+
+
+def matrix() -> str:
+    routes = [route for name in ao.OperationRegistry.names() for route in ao.OperationRegistry.get(name).routes.values()]
+    lines = [HEAD, "| feature | " + " | ".join(f"`{route.name}`" for route in routes) + " |", "|---" * (len(routes) + 1) + "|"]
+    for feature in ao.Feature:
+        cells = ("yes" if feature in route.declaration.supports else "-" for route in routes)
+        lines.append(f"| {feature.name}: {feature.value} | " + " | ".join(cells) + " |")
+    lines += ["", "## Limits", ""]
+    for route in routes:
+        rules = "; ".join(rule.describe() for rule in route.declaration.rules) or "none"
+        lines.append(f"- `{route.name}`: {rules}")
+    lines += ["", "## Aliases and fallbacks", "", "| operation | aliases | falls back to |", "|---|---|---|"]
+    for name in ao.OperationRegistry.names():
+        operation = ao.OperationRegistry.get(name)
+        lines.append(f"| `{name}` | {', '.join(operation.aliases) or '-'} | {', '.join(operation.fallback) or '-'} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(0 if TARGET.read_text() == matrix() else f"{TARGET.name} is stale: run make docs-tables")
+    TARGET.write_text(matrix())
