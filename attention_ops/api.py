@@ -22,6 +22,7 @@ from attention_ops.errors import FallbackWarning, NoRouteError
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.planner import Plan, make_plan
+from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
 from attention_ops.sharding import run_sharded
 
@@ -111,9 +112,11 @@ def plan(
 def use(impl: Impl) -> Iterator[None]:
     """Choose the implementation for calls made, or traced, inside. Wins over operation objects and configs; innermost wins.
 
-    An explicit `attention(..., impl=...)` still decides for itself. A function that was compiled before keeps its plan.
+    An unknown name is an error here. An explicit `attention(..., impl=...)` still decides for itself. A function that was compiled before keeps its plan.
     """
     names = _names(impl)
+    for name in names:
+        OperationRegistry.get(name.partition("/")[0])
     token = _override.set(names)
     try:
         yield

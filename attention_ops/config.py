@@ -23,12 +23,12 @@ from attention_ops.errors import ConfigError, UnknownOperationError, did_you_mea
 from attention_ops.metadata import FallbackPolicy, OperationMetadata
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput
+from attention_ops.sharding import DEFAULT_AXES
 from attention_ops.yamlio import dump, read
 
 if TYPE_CHECKING:
     from attention_ops.planner import Plan
 
-AXES = ("batch_axis", "head_axis", "kv_head_axis", "sequence_axis", "query_sequence_axis", "key_sequence_axis")
 ONE_KIND = "all"
 """The kind of every layer of a config without `layer_types`."""
 
@@ -61,8 +61,8 @@ def _axes(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     for key, axis in value.items():
-        if key not in AXES:
-            raise ValueError(f"found the key {key!r}.{did_you_mean(str(key), AXES)} Allowed: {', '.join(AXES)}")
+        if key not in DEFAULT_AXES:
+            raise ValueError(f"found the key {key!r}.{did_you_mean(str(key), DEFAULT_AXES)} Allowed: {', '.join(DEFAULT_AXES)}")
         if axis is not None and not all(isinstance(name, str) for name in ([axis] if isinstance(axis, str) else axis)):
             raise ValueError(f"{key}: found {shown(axis)}; allowed is a mesh axis name, a list of names, or null")
     return {key: _names(axis) for key, axis in value.items()}

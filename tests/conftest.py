@@ -11,7 +11,7 @@ from jaxtyping import install_import_hook
 with install_import_hook("attention_ops.kernels", "beartype.beartype"):
     import attention_ops.kernels.blockwise
     import attention_ops.kernels.dense
-    import attention_ops.kernels.jax_nn  # noqa: F401
+    import attention_ops.kernels.jax_nn
 
 import jax
 import jax.numpy as jnp

@@ -171,6 +171,15 @@ def test_metadata_comes_from_the_config():
     assert attend(*inputs(config().layer())).attention_outputs.dtype == jnp.bfloat16
 
 
+def test_a_mesh_is_given_when_a_layer_is_built():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp"))
+    loaded = load("llama3_1_8b").reduced()
+    attend, arrays = loaded.build(mesh=mesh), inputs(loaded.layer(), jnp.bfloat16)
+    assert attend.metadata.mesh == mesh
+    alone = loaded.build()(*arrays).attention_outputs.astype(jnp.float32)
+    np.testing.assert_allclose(attend(*arrays).attention_outputs.astype(jnp.float32), alone, rtol=1e-2, atol=1e-2)
+
+
 def test_use_wins_over_the_config_and_the_plan_says_which():
     attend = config(operation=["flash", "vanilla"]).build()
     arrays = inputs(config().layer())
@@ -288,7 +297,7 @@ MISTAKES = {
         r"^x.yaml:15: layer_types.local.sliding_windw: is no key of a config; the nearest is 'sliding_window'",
     ),
     "a key that is null": (edit("causal:", "~:"), r"x.yaml: None: is no key of a config; the nearest is"),
-    "a key that is a number": (GEMMA2 + "8: 9\n", r"^x.yaml:25: \[8\]: is no key of a config"),
+    "a key that is a number": (GEMMA2 + "8: 9\n", r"^x.yaml:24: \[8\]: is no key of a config"),
     "unknown operation": (
         edit("operation: blocksparse", "operation: [flash, blocksparce]"),
         r"(?s)^x.yaml:19: operation: .*blocksparce.*blocksparse.*flash",
@@ -384,10 +393,13 @@ MISTAKES = {
         r"^x.yaml:23: block_sizes: found 512 \(int\); allowed is a mapping of q and kv",
     ),
     "unknown axis": (
-        edit("head_axis", "heads_axis"),
+        GEMMA2 + "partition_axis: {heads_axis: tp}",
         r"^x.yaml:24: partition_axis: found the key 'heads_axis'. Did you mean 'head_axis'\?",
     ),
-    "axis is a number": (edit("head_axis: tp", "head_axis: [1]"), r"^x.yaml:24: partition_axis: head_axis: found \[1\] \(list\)"),
+    "axis is a number": (
+        GEMMA2 + "partition_axis: {head_axis: [1]}",
+        r"^x.yaml:24: partition_axis: head_axis: found \[1\] \(list\)",
+    ),
     "missing keys": (
         "name: x\n",
         r"(?s)x.yaml: num_heads: is missing; .*\nx.yaml: head_dim: is missing; .*\nx.yaml: num_layers: is missing; [^\n]*$",
@@ -396,7 +408,7 @@ MISTAKES = {
         edit("num_heads: 8", "num_heads: eight").replace("50.0", "none"),
         r"(?s)^x.yaml:6: num_heads: found 'eight'.*\nx.yaml:12: logits_soft_cap: found 'none'[^\n]*$",
     ),
-    "a key given twice": (GEMMA2 + "\nname: other\n", r"^x.yaml:26: the key 'name' is given twice; keep one$"),
+    "a key given twice": (GEMMA2 + "\nname: other\n", r"^x.yaml:25: the key 'name' is given twice; keep one$"),
     "code": (
         edit("name: gemma2_2b", "name: !!python/object/apply:os.getcwd []"),
         r"^x.yaml:2: name: found a value of type !!python/object/apply:os.getcwd; allowed are text, .*remove the tag",

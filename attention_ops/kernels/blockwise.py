@@ -288,6 +288,8 @@ class _Tiler:
             parts.append(self._bias_tile(at) != NEG_INF)
         if self.crops:
             parts.append((jnp.arange(self.shape.block_kv) + at.col < self.shape.S)[None, None, None])
+        if self.shape.padded[0] != self.shape.T:  # rows of padding see nothing: a key only they could see may hold NaN
+            parts.append((jnp.arange(self.shape.block_q) + at.row < self.shape.T)[None, None, :, None])
         return functools.reduce(jnp.logical_and, parts) if parts else None
 
     def _grouped(self, tile: Array) -> Array:

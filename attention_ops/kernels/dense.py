@@ -21,7 +21,7 @@ def dense_attention(
     value: Float[Array, "B S K Dv"],
     *,
     allowed: Bool[Array, "b h T S"] | None,
-    bias: Float[Array, "b h t s"] | None,
+    bias: Float[Array, "bias_B bias_H bias_T bias_S"] | None,
     sinks: Float[Array, "H n"] | None,
     scale: float,
     soft_cap: float | None,

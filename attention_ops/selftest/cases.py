@@ -206,9 +206,7 @@ def parse(name: str) -> Case:
     return make(parts, **found)
 
 
-def make(
-    parts: Iterable[str], geometry: str = "small", dtype: str = "float32", variant: str = "", mode: str = ""
-) -> Case:
+def make(parts: Iterable[str], geometry: str = "small", dtype: str = "float32", variant: str = "", mode: str = "") -> Case:
     """Return a case, its ingredients in the order of the table."""
     chosen = set(parts)
     return Case(tuple(name for name in INGREDIENTS if name in chosen), geometry, dtype, variant, mode)
@@ -329,7 +327,9 @@ def _alone(declared: frozenset[Feature], names: Iterable[str]) -> list[tuple[str
     rows = [(name,) for name in names if INGREDIENTS[name].feature is None or INGREDIENTS[name].feature in declared]
     position = next((name for name in ("causal", "window") if INGREDIENTS[name].feature in declared), None)
     if Feature.OFFSET in declared and position is not None:
-        rows += [(position, name) for name, item in INGREDIENTS.items() if item.feature is Feature.OFFSET and _wanted(name, names)]
+        rows += [
+            (position, name) for name, item in INGREDIENTS.items() if item.feature is Feature.OFFSET and _wanted(name, names)
+        ]
     return rows
 
 

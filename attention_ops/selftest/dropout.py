@@ -20,9 +20,7 @@ def kept(output: Any, law: Attention) -> np.ndarray:
     return (output != 0).transpose(0, 2, 1, 3) | (law.weights < ml_dtypes.finfo(output.dtype).tiny)
 
 
-def statistics(
-    run: Callable[[int], Any], law: Attention, probability: float
-) -> list[tuple[str, float, float]]:
+def statistics(run: Callable[[int], Any], law: Attention, probability: float) -> list[tuple[str, float, float]]:
     """Return (name, error, bound) of what holds over many keys."""
     outputs = np.stack([np.asarray(run(key)).astype(np.float64) for key in range(1, KEYS + 1)])
     rows = []

@@ -304,9 +304,7 @@ def _checks(results: Any, gradients: Any, expected: _Expected, tolerance: Tolera
     return checks
 
 
-def _with_dropout(
-    case: Case, problem: Problem, args: Arguments, call: Any, asks: Asks, target: Target
-) -> list[Check]:
+def _with_dropout(case: Case, problem: Problem, args: Arguments, call: Any, asks: Asks, target: Target) -> list[Check]:
     """Read off which weights were kept, hold everything else to the law with those, and the choice to its statistics."""
 
     def once(key: int) -> Any:

@@ -68,9 +68,7 @@ class Attention:
     _options: Options
     _arithmetic: Arithmetic
 
-    def gradients(
-        self, d_output: Any, d_logsumexp: np.ndarray | None = None, d_weights: np.ndarray | None = None
-    ) -> Gradients:
+    def gradients(self, d_output: Any, d_logsumexp: np.ndarray | None = None, d_weights: np.ndarray | None = None) -> Gradients:
         """Pull cotangents back: d_output [B, T, H, Dv], d_logsumexp [B, T, H], d_weights [B, H, T, S]."""
         a, work = self._arithmetic, self._arithmetic.work
         d_output = np.asarray(d_output).astype(work)
@@ -163,9 +161,7 @@ def _offset(T: int, S: int, options: Options) -> np.ndarray:
     return np.asarray(S - 1 if T == 1 else 0)
 
 
-def _evaluate(
-    query: Any, key: Any, value: Any, options: Options, keep: np.ndarray | None, arithmetic: Arithmetic
-) -> Attention:
+def _evaluate(query: Any, key: Any, value: Any, options: Options, keep: np.ndarray | None, arithmetic: Arithmetic) -> Attention:
     query, key, value = (np.asarray(x) for x in (query, key, value))
     B, T, H, D = query.shape
     S, K = key.shape[1:3]
