@@ -27,6 +27,9 @@ from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRe
 from attention_ops.sharding import run_sharded
 
 Impl = str | Sequence[str]
+ENVIRONMENT = "ATTENTION_OPS_IMPL"
+"""A name, or several with commas between, for every call that names none itself."""
+
 _DEFAULT_METADATA = OperationMetadata()
 _override: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("attention_ops.use", default=None)
 _records: contextvars.ContextVar[tuple[list[Plan], ...]] = contextvars.ContextVar("attention_ops.records", default=())
@@ -81,10 +84,14 @@ def dispatch(
     default: tuple[str, ...],
     source: str,
 ) -> AttentionOutput:
-    """Run a call whose name comes from outside it: `use` wins over `default`."""
+    """Run a call whose name comes from outside it: `use`, then the environment, then `default`."""
     override = _override.get()
     if override is not None:
         return _run(query, key, value, options, metadata, override, "attention_ops.use")
+    environment = os.environ.get(ENVIRONMENT)
+    if environment:
+        names = tuple(name.strip() for name in environment.split(","))
+        return _run(query, key, value, options, metadata, names, ENVIRONMENT)
     return _run(query, key, value, options, metadata, default, source)
 
 

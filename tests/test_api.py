@@ -64,6 +64,23 @@ def test_use_wins_over_operations_and_defaults_but_not_over_the_call(qkv):
             pass
 
 
+def test_the_environment_wins_over_operations_and_configs_but_not_over_use(qkv, monkeypatch):
+    q, k, v = qkv()
+    monkeypatch.setenv("ATTENTION_OPS_IMPL", "cudnn_flash, blocksparse")
+    with ao.record_plans() as plans:
+        ao.OperationRegistry.create("flash")(q, k, v)
+        ao.attention(q, k, v)
+        ao.load_config("configs/smollm2_135m.yaml").build()(*qkv(H=9, K=3, D=64))
+        with ao.use("vanilla"):
+            ao.attention(q, k, v)
+        ao.attention(q, k, v, impl="sdpa")
+    assert [plan.operation for plan in plans] == ["blocksparse"] * 3 + ["vanilla", "sdpa"]
+    assert {plan.notes[0] for plan in plans[:3]} == {"name chosen by ATTENTION_OPS_IMPL"}
+    monkeypatch.setenv("ATTENTION_OPS_IMPL", "flsh")
+    with pytest.raises(ao.UnknownOperationError, match="no operation is named 'flsh'"):
+        ao.attention(q, k, v)
+
+
 def test_use_is_seen_by_its_own_thread_only(qkv):
     q, k, v = qkv()
     seen = {}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from attention_ops.features import Feature
 from attention_ops.masks import Mask
 from attention_ops.metadata import BlockSizes, OperationMetadata
 from attention_ops.operation import Tolerance
+from attention_ops.request import RequestSpec, make_request
 from attention_ops.selftest import dropout, reference
 from attention_ops.selftest.cases import Case, Problem
 
@@ -59,6 +60,10 @@ class Check:
     def ratio(self) -> float:
         return self.error / self.bound if self.bound else (0.0 if self.error == 0 else float("inf"))
 
+    @property
+    def sentence(self) -> str:
+        return f"{self.quantity} is off by {self.error:.3g}, allowed is {self.bound:.3g}"
+
 
 def asks_of(case: Case, supports: frozenset[Feature]) -> Asks:
     """Ask for all that the route declares, except where the case is about not asking."""
@@ -99,6 +104,28 @@ class Arguments:
         """What two calls have in common that share a program."""
         leaves, tree = jax.tree_util.tree_flatten((self.inputs, self.traced, self.cotangents))
         return self.call, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+class CallOptions(NamedTuple):
+    """A call as keyword arguments, for planning."""
+
+    arrays: tuple[Any, Any, Any]
+    options: dict[str, Any]
+
+
+def call_options(case: Case, problem: Problem, asks: Asks) -> CallOptions:
+    static, traced, differentiable = split_options(problem.options)
+    if Feature.DROPOUT in case.features:
+        traced["dropout_rng"] = jax.random.PRNGKey(0)
+    wanted = {"return_logsumexp": asks.logsumexp, "return_weights": asks.weights, "differentiable": asks.gradients}
+    arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.query, problem.key, problem.value))
+    return CallOptions(arrays, {**static, **traced, **differentiable, **wanted})  # type: ignore[arg-type]
+
+
+def spec_of(case: Case, asks: Asks, metadata: OperationMetadata = OperationMetadata()) -> RequestSpec:
+    """Return the facts of a case's request."""
+    call = call_options(case, case.problem(), asks)
+    return make_request(*call.arrays, call.options, metadata).spec
 
 
 def metadata_for(target: Target, problem: Problem) -> OperationMetadata:

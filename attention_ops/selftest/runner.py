@@ -1,0 +1,198 @@
+"""Runs the proofs of many routes at a time and gathers the verdicts."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attention_ops
+from attention_ops.device import DeviceProfile
+from attention_ops.features import Feature
+from attention_ops.metadata import OperationMetadata
+from attention_ops.operation import OperationImpl
+from attention_ops.registry import OperationRegistry
+from attention_ops.selftest import cases, numeric, provers
+from attention_ops.selftest.cases import Case
+from attention_ops.selftest.provers import CaseSource, Prover, Subject
+from attention_ops.selftest.results import CaseResult, Report, RouteReport, Settings, Work
+
+Progress = Callable[[int, int, str], None]
+_THREADS = 4
+_YARDSTICK = "vanilla"
+_REPEATS = 5
+
+
+@dataclasses.dataclass
+class _Job:
+    """One subject with its work, and what came of it."""
+
+    subject: Subject
+    prover: Prover | None
+    reason: str
+    work: list[Work]
+    results: list[CaseResult] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run(
+    operations: Iterable[str],
+    settings: Settings = Settings(),
+    *,
+    metadata: OperationMetadata = OperationMetadata(),
+    source: CaseSource | None = None,
+    progress: Progress = lambda done, total, what: None,
+) -> Report:
+    """Prove every route of these operations.
+
+    Args:
+        operations: registered names.
+        settings: how much, and with which seed.
+        metadata: that of every call; cases add their block sizes.
+        source: the cases for a route that declares certain features. Default: `cases.quick` or `cases.full`, or those that
+            the settings name.
+        progress: called with cases done, cases in total, and the route that a case just finished on.
+
+    Raises:
+        UnknownOperationError: a name is not registered.
+        UnknownCaseError: the settings name a case that does not exist.
+    """
+    device = DeviceProfile.current()
+    source = source or _source(settings)
+    subjects = [subject for name in operations for subject in _subjects(OperationRegistry.get(name), metadata)]
+    jobs = [_job(subject, source, settings, device) for subject in subjects]
+    _execute(jobs, progress)
+    ratios = _time(jobs, settings)
+    reports = [_verdict(job, settings, ratios.get(id(job))) for job in jobs]
+    return Report(attention_ops.__version__, str(device), tuple(report for report in reports if report is not None))
+
+
+def _source(settings: Settings) -> CaseSource:
+    named = [cases.parse(name) for name in settings.cases if not name.startswith(("refuse/", "declared/", "inactive_"))]
+    if settings.cases:
+        return lambda declared: [case for case in named if case.features <= declared]
+    return cases.full if settings.full else cases.quick
+
+
+def _subjects(operation: type[OperationImpl], metadata: OperationMetadata) -> list[Subject]:
+    return [Subject(operation, route, metadata) for route in operation.routes.values()] or [Subject(operation, None, metadata)]
+
+
+def _job(subject: Subject, source: CaseSource, settings: Settings, device: DeviceProfile) -> _Job:
+    reasons = []
+    for prover in provers.PROVERS:
+        obstacle = prover.obstacle(subject, device)
+        if not obstacle:
+            if subject.route is None and not settings.cases:
+                source = functools.partial(_picked, full=settings.full)
+            return _Job(subject, prover, "", prover.work(subject, source, settings, device))
+        reasons.append(obstacle)
+    return _Job(subject, None, "; ".join(dict.fromkeys(reasons)), [])
+
+
+_PICKING = (
+    "plain/small/float32",
+    "causal+gqa/small/bfloat16",
+    "mask_samples+bias_heads/small/float32",
+    "dropout+soft_cap/small/float32",
+    "causal+gqa/long/float32",
+    "segments+sinks+value_dim/long/float32",
+)
+
+
+def _picked(supports: frozenset[Feature], full: bool) -> Sequence[Case]:
+    """Return requests of several kinds and sizes, for an operation that picks others."""
+    return [*map(cases.parse, _PICKING), *(cases.quick(supports - {Feature.DROPOUT}) if full else ())]
+
+
+# ---------------------------------------------------------------- execution
+
+
+def _execute(jobs: Sequence[_Job], progress: Progress) -> None:
+    """Run all work, the routes interleaved; compiling happens outside Python's lock, so threads help."""
+    total, done = sum(len(work.cases) for job in jobs for work in job.work), 0
+    progress(0, total, "")
+    with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        futures = {pool.submit(_timed, work): (job, work) for job in jobs for work in job.work}
+        for future in concurrent.futures.as_completed(futures):
+            job, work = futures[future]
+            results, seconds = future.result()
+            job.results += results
+            job.seconds += seconds
+            done += len(work.cases)
+            progress(done, total, job.subject.name)
+
+
+def _timed(work: Work) -> tuple[Sequence[CaseResult], float]:
+    start = time.perf_counter()
+    return work.run(), time.perf_counter() - start
+
+
+def _time(jobs: Sequence[_Job], settings: Settings) -> dict[int, float]:
+    """Return, by job, its time over vanilla's on the same cases, compiled as users do and run one after the other."""
+    calls = {(id(job), result.case): result.call for job in jobs for result in job.results if result.call is not None}
+    yardstick = next((id(job) for job in jobs if job.subject.name == f"{_YARDSTICK}/native"), 0)
+    for case in {case for _, case in calls} - {case for job, case in calls if job == yardstick}:
+        calls[yardstick, case] = _yardstick_call(case, settings)
+    seconds = {key: _best(call) for key, call in calls.items() if call is not None}
+    sums: dict[int, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for (job, case), spent in seconds.items():
+        if (yardstick, case) in seconds:
+            sums[job][0] += spent
+            sums[job][1] += seconds[yardstick, case]
+    return {job: own / base for job, (own, base) in sums.items()}
+
+
+def _yardstick_call(name: str, settings: Settings) -> Callable[[], Any] | None:
+    operation = OperationRegistry.get(_YARDSTICK)
+    case = cases.parse(name)
+    supports = operation.routes["native"].declaration.supports
+    target = numeric.Target(f"{_YARDSTICK}/native", supports)
+    asks = numeric.asks_of(case, supports)
+    args = numeric.arguments(case, [case.problem(settings.seed)], target, asks)
+    return functools.partial(provers.once, numeric.program(args.call, args.inputs, {}), args)
+
+
+def _best(call: Callable[[], Any]) -> float:
+    call()
+    spent = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - start)
+    return min(spent)
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def _verdict(job: _Job, settings: Settings, time_ratio: float | None) -> RouteReport | None:
+    """Return the report on a subject; None where the cases that were named have nothing for it."""
+    operation, route = job.subject.operation.name, job.subject.name
+    if job.prover is None:
+        return RouteReport(operation, route, "unavailable", "none", reason=job.reason)
+    if not job.results and settings.cases:
+        return None
+    order = {name: index for index, name in enumerate(name for work in job.work for name in work.cases)}
+    results = sorted(job.results, key=lambda result: order[result.case])
+    failed = [result for result in results if result.failures]
+    failures = tuple(failure for result in failed for failure in result.failures)
+    reason = f"{failures[0]}" if failures else ("" if results else "no case applies to this route")
+    return RouteReport(
+        operation,
+        route,
+        status="passed" if results and not failed else "failed",
+        proof=job.prover.proof,
+        cases=len(results),
+        failed=len(failed),
+        max_error=max((result.ratio for result in results), default=None),
+        reason=reason,
+        seconds=job.seconds,
+        failures=failures,
+        time_ratio=time_ratio,
+    )
