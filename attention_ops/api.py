@@ -85,14 +85,18 @@ def dispatch(
     source: str,
 ) -> AttentionOutput:
     """Run a call whose name comes from outside it: `use`, then the environment, then `default`."""
+    return _run(query, key, value, options, metadata, *_chosen(default, source))
+
+
+def _chosen(default: tuple[str, ...], source: str) -> tuple[tuple[str, ...], str]:
+    """Return the names to plan for and where they come from."""
     override = _override.get()
     if override is not None:
-        return _run(query, key, value, options, metadata, override, "attention_ops.use")
+        return override, "attention_ops.use"
     environment = os.environ.get(ENVIRONMENT)
     if environment:
-        names = tuple(name.strip() for name in environment.split(","))
-        return _run(query, key, value, options, metadata, names, ENVIRONMENT)
-    return _run(query, key, value, options, metadata, default, source)
+        return tuple(name.strip() for name in environment.split(",")), ENVIRONMENT
+    return default, source
 
 
 def plan(
@@ -110,9 +114,37 @@ def plan(
     Arrays may be `jax.ShapeDtypeStruct`s, and `device` one that is not here: "a100", "tpu-v5e", or a `DeviceProfile`.
     """
     metadata = _DEFAULT_METADATA if metadata is None else metadata
+    return _plan(query, key, value, options, metadata, device, _names(impl), "the call")
+
+
+def plan_dispatch(
+    query: Any,
+    key: Any,
+    value: Any,
+    options: Mapping[str, Any],
+    metadata: OperationMetadata,
+    device: DeviceProfile | JaxDevice | str | None,
+    *,
+    default: tuple[str, ...],
+    source: str,
+) -> Plan:
+    """Return the plan of what `dispatch` would run."""
+    return _plan(query, key, value, options, metadata, device, *_chosen(default, source))
+
+
+def _plan(
+    query: Any,
+    key: Any,
+    value: Any,
+    options: Mapping[str, Any],
+    metadata: OperationMetadata,
+    device: DeviceProfile | JaxDevice | str | None,
+    names: tuple[str, ...],
+    source: str,
+) -> Plan:
     request = make_request(query, key, value, options, metadata)
     profile = _device_of(request.query, metadata) if device is None else as_profile(device)
-    return make_plan(_names(impl), request.spec, metadata, profile, "the call")
+    return make_plan(names, request.spec, metadata, profile, source)
 
 
 @contextlib.contextmanager

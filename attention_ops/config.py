@@ -390,7 +390,7 @@ class ConfiguredAttention:
         merged = self._merged(options)
         if self.facts.sinks:
             merged.setdefault("softmax_aux", jax.ShapeDtypeStruct((query.shape[2],), "float32"))
-        return api.plan(self.operation, query, key, value, device=device, metadata=self.metadata, **merged)
+        return api.plan_dispatch(query, key, value, merged, self.metadata, device, default=self.operation, source=self.source)
 
     def _merged(self, options: Mapping[str, Any]) -> dict[str, Any]:
         merged = {**self.options, **options}

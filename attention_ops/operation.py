@@ -136,9 +136,9 @@ class OperationImpl:
 
     def plan(self, query: Any, key: Any, value: Any, *, device: Any = None, **options: Unpack[AttentionOptions]) -> Plan:
         """Return the plan of such a call, without running it."""
-        from attention_ops.api import plan
+        from attention_ops.api import plan_dispatch
 
-        return plan(self.name, query, key, value, device=device, metadata=self.metadata, **options)
+        return plan_dispatch(query, key, value, options, self.metadata, device, default=(self.name,), source="operation")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.metadata})"

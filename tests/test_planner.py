@@ -252,3 +252,16 @@ def test_a_rule_may_answer_with_a_plain_sentence(registry):
             return request.query
 
     assert _reasons(ao.plan("shy", *_shapes(), device="cpu"), "shy/native") == ["never today"]
+
+
+def test_the_plan_of_an_operation_or_config_says_where_its_name_came_from(monkeypatch):
+    config = ao.load_config("configs/gemma2_2b.yaml")
+    attend, shapes = config.build(layer=0), config.shapes(batch=1, length=64, layer=0)
+    assert attend.plan(*shapes).notes[0].startswith("name chosen by config gemma2_2b")
+    op = ao.OperationRegistry.create("flash")
+    assert op.plan(*shapes).notes[0] == "name chosen by operation"
+    with ao.use("vanilla"):
+        for chosen in (op.plan(*shapes), attend.plan(*shapes)):
+            assert (chosen.operation, chosen.notes[0]) == ("vanilla", "name chosen by attention_ops.use")
+    monkeypatch.setenv("ATTENTION_OPS_IMPL", "sdpa")
+    assert op.plan(*shapes).requested == ("sdpa",)

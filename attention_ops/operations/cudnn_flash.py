@@ -6,9 +6,10 @@ from jaxtyping import Array, Float
 
 from attention_ops.features import Feature
 from attention_ops.kernels.jax_nn import cudnn_attention
-from attention_ops.operation import OperationImpl, forward
+from attention_ops.metadata import OperationMetadata
+from attention_ops.operation import Estimate, OperationImpl, forward
 from attention_ops.registry import OperationRegistry
-from attention_ops.request import AttentionRequest
+from attention_ops.request import AttentionRequest, RequestSpec
 from attention_ops.rules import (
     BiasDtype,
     ComputeCapability,
@@ -60,3 +61,11 @@ class CudnnFlash(OperationImpl):
         return cudnn_attention(
             request.query, request.key, request.value, mask=request.mask, bias=request.bias, scale=request.scale
         )
+
+    @classmethod
+    def estimate(cls, spec: RequestSpec, metadata: OperationMetadata) -> Estimate:
+        cells = spec.B * spec.H * spec.T * spec.S
+        statistics = 4 * spec.B * spec.H * spec.T
+        as_bias = spec.features & {Feature.MASK, Feature.SEGMENTS, Feature.BIAS}
+        materialised = cells * spec.dtype.itemsize if as_bias else 0  # at most: axes that broadcast stay so
+        return Estimate(int(2 * cells * (spec.D + spec.Dv) * spec.visible_fraction()), statistics + materialised)

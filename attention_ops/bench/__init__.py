@@ -1,0 +1,1 @@
+"""Measure the operations beside their peers, in one process: `python -m attention_ops.bench`, or `attention-ops bench`."""
