@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attention_ops.kernels.sinks import output_with_sinks, share_of_keys
+
 
 class DenseOutput(NamedTuple):
     output: Float[Array, "B T H Dv"]
@@ -29,13 +31,15 @@ def dense_attention(
     dropout_key: Array | None,
     softmax_dtype: jnp.dtype,
 ) -> DenseOutput:
-    """Return output, softmax and logsumexp, all in `softmax_dtype`; every product runs in it too, at full precision.
+    """Return the output in the dtype of the query, softmax and logsumexp in `softmax_dtype`.
+
+    Every product runs in `softmax_dtype` too, at full precision.
 
     Costs 2 * B * H * T * S * (D + Dv) flops and about three [B, H, T, S] arrays. K and V are not repeated for grouped heads.
     """
     B, T, H, _ = query.shape
     S, K = key.shape[1], key.shape[2]
-    G = H // K
+    G, dtype = H // K, query.dtype
     query, key, value = (x.astype(softmax_dtype) for x in (query, key, value))
     if bias is not None:
         blocked = bias == -jnp.inf
@@ -55,7 +59,7 @@ def dense_attention(
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
 
-    weights, logsumexp = _softmax(logits, sinks)
+    weights, logsumexp = _softmax(logits)
     kept = weights
     if dropout_key is not None:
         keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_probability, weights.shape)
@@ -63,7 +67,11 @@ def dense_attention(
     output = jnp.einsum("bkgts,bskd->btkgd", kept.reshape(B, K, G, T, S), value, precision=jax.lax.Precision.HIGHEST).reshape(
         B, T, H, -1
     )
-    return DenseOutput(output, weights, logsumexp.swapaxes(1, 2))
+    logsumexp = logsumexp.swapaxes(1, 2)
+    if sinks is None:
+        return DenseOutput(output.astype(dtype), weights, logsumexp)
+    share = share_of_keys(logsumexp, sinks).swapaxes(1, 2)[..., None]
+    return DenseOutput(output_with_sinks(output, logsumexp, sinks, dtype), weights * share, logsumexp)
 
 
 def _without_unseen(
@@ -77,17 +85,12 @@ def _without_unseen(
     return jnp.where(sees, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
 
 
-def _softmax(logits: Float[Array, "B H T S"], sinks: Float[Array, "H n"] | None) -> tuple[Array, Array]:
-    """Return the softmax, with the sinks in its denominator, and the logsumexp without them."""
+def _softmax(logits: Float[Array, "B H T S"]) -> tuple[Array, Array]:
+    """Return softmax and logsumexp over the last axis; 0 and -inf for a row of -inf."""
     highest = jnp.max(logits, axis=-1, keepdims=True)
-    if sinks is not None:
-        sinks = sinks.astype(logits.dtype)[None, :, None, :]
-        highest = jnp.maximum(highest, jnp.max(sinks, axis=-1, keepdims=True))
     highest = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
     unnormalised = jnp.exp(logits - highest)
     total = jnp.sum(unnormalised, axis=-1, keepdims=True)
     empty = total == 0
-    denominator = total if sinks is None else total + jnp.sum(jnp.exp(sinks - highest), axis=-1, keepdims=True)
-    weights = unnormalised / jnp.where(denominator == 0, 1, denominator)
-    logsumexp = jnp.where(empty, -jnp.inf, highest + jnp.log(jnp.where(empty, 1, total)))
-    return weights, logsumexp[..., 0]
+    safe = jnp.where(empty, 1, total)
+    return unnormalised / safe, jnp.where(empty, -jnp.inf, highest + jnp.log(safe))[..., 0]

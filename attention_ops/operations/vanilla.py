@@ -36,7 +36,7 @@ class Vanilla(OperationImpl):
             dropout_key=None if dropout is None else dropout.key,
             softmax_dtype=spec.softmax_dtype,
         )
-        return AttentionOutput(output.astype(spec.dtype), weights, logsumexp)
+        return AttentionOutput(output, weights, logsumexp)
 
     @classmethod
     def estimate(cls, spec: RequestSpec, metadata: OperationMetadata) -> Estimate:
