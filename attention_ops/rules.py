@@ -53,6 +53,22 @@ class Dtypes:
 
 
 @dataclasses.dataclass(frozen=True)
+class DtypeNotOn:
+    """The runtime dtype is not `name` on `platform`, where the kernel's products do not exist in it."""
+
+    name: str
+    platform: str
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if str(spec.dtype) != self.name or device.platform != self.platform:
+            return None
+        return Reason(f"dtype {self.name} on {self.platform}, where the kernel has no {self.name} products")
+
+    def describe(self) -> str:
+        return f"no {self.name} on {self.platform}"
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadDim:
     """Query and value head dims lie in [minimum, maximum] and are multiples of `multiple_of`.
 

@@ -152,6 +152,13 @@ def test_each_rule_refuses_alone_and_takes_what_is_just_inside(rule, inside, out
         assert reason in str(rule.check(_spec(**outside), metadata, GPU))
 
 
+def test_a_dtype_can_be_missing_on_one_platform():
+    rule, half = rules.DtypeNotOn("float16", "cpu"), _spec(dtype=jnp.float16)
+    assert rule.check(half, OperationMetadata(), GPU) is None
+    assert rule.check(_spec(), OperationMetadata(), ao.DeviceProfile.named("cpu")) is None
+    assert "dtype float16 on cpu" in str(rule.check(half, OperationMetadata(), ao.DeviceProfile.named("cpu")))
+
+
 def test_rules_of_the_environment():
     metadata, spec = OperationMetadata(), _spec()
     old = dataclasses.replace(GPU, jax_version=(0, 6, 2))

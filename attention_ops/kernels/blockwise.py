@@ -77,7 +77,8 @@ def blockwise_attention(
     T, H, S, K = query.shape[1], query.shape[2], key.shape[1], key.shape[2]
     block_q, block_kv = block_sizes(T, S, H // K, block_q, block_kv)
     settings = BlockwiseSettings(scale, soft_cap, block_q, block_kv, skip_by_data, softmax_dtype)
-    return BlockwiseOutput(*_attend(settings, query, key, value, mask, bias, sinks))
+    output, logsumexp = _attend(settings, query, key, value, mask, bias, sinks)  # type: ignore[misc]
+    return BlockwiseOutput(output, logsumexp)
 
 
 def blockwise_cost(
@@ -90,12 +91,12 @@ def blockwise_cost(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings: BlockwiseSettings, query: Array, key: Array, value: Array, mask: Any, bias: Any, sinks: Any) -> Any:
+def _attend(settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any) -> Any:
     output, logsumexp, _ = _forward(settings, query, key, value, mask, bias, sinks)
     return output, logsumexp
 
 
-def _attend_fwd(settings: BlockwiseSettings, query: Array, key: Array, value: Array, mask: Any, bias: Any, sinks: Any) -> Any:
+def _attend_fwd(settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any) -> Any:
     output, logsumexp, total = _forward(settings, query, key, value, mask, bias, sinks)
     return (output, logsumexp), (query, key, value, mask, bias, sinks, output, logsumexp, total)
 
@@ -138,9 +139,9 @@ class _Shape:
         return self.heads * self.G
 
 
-def _shape(settings: BlockwiseSettings, query: Array, key: Array) -> _Shape:
-    B, T, H, _ = query.shape
-    _, S, K, _ = key.shape
+def _shape(settings: BlockwiseSettings, query: tuple[int, ...], key: tuple[int, ...]) -> _Shape:
+    B, T, H, _ = query
+    _, S, K, _ = key
     G = H // K
     block_q, block_kv = min(settings.block_q, T), min(settings.block_kv, S)
     cells = G * block_q * block_kv
@@ -215,20 +216,20 @@ def _work(may: Any, must: Any) -> _Work:
         order = order[..., : max(1, int(visible.max(initial=0)))]
     has_full = bool(np.any(must)) if isinstance(must, np.ndarray) else True
     has_partial = bool(np.any(rank == 1)) if static else True
-    return _Work(*(jnp.asarray(x) for x in (order, full, visible)), has_full, has_partial)
+    return _Work(jnp.asarray(order), jnp.asarray(full), jnp.asarray(visible), has_full, has_partial)
 
 
 # ---------------------------------------------------------------- layout
 
 
-def _tiles(x: Array, shape: _Shape, block: int, count: int, fill: float = 0.0) -> Array:
+def _tiles(x: Any, shape: _Shape, block: int, count: int, fill: float = 0.0) -> Array:
     """[B, length, heads, d] to [B, K, G, count, block, d], padded with `fill`; G is 1 for keys and values."""
     B, length, heads, d = x.shape
     x = jnp.pad(x, ((0, 0), (0, count * block - length), (0, 0), (0, 0)), constant_values=fill)
     return x.reshape(B, count, block, shape.K, heads // shape.K, d).transpose(0, 3, 4, 1, 2, 5)
 
 
-def _query_tiles(x: Array, shape: _Shape, fill: float = 0.0) -> Array:
+def _query_tiles(x: Any, shape: _Shape, fill: float = 0.0) -> Array:
     """[B, T, H, d] to [B, units, nq, heads, G * block_q, d]."""
     rows = shape.grid[0]
     tiles = _tiles(x, shape, shape.block_q, rows, fill)
@@ -237,7 +238,7 @@ def _query_tiles(x: Array, shape: _Shape, fill: float = 0.0) -> Array:
     return tiles.transpose(0, 1, 4, 2, 3, 5, 6).reshape(shape.B, shape.units, rows, shape.heads, shape.G * shape.block_q, d)
 
 
-def _key_tiles(x: Array, shape: _Shape, transpose: bool = False) -> Array:
+def _key_tiles(x: Any, shape: _Shape, transpose: bool = False) -> Array:
     """[B, S, K, d] to [B, units, nk, heads, block_kv, d], or with the last two swapped."""
     cols = shape.grid[1]
     tiles = _tiles(x, shape, shape.block_kv, cols)[:, :, 0]
@@ -324,7 +325,7 @@ class _Tiler:
         return jnp.where(visible, logits.reshape(self.wide), fill).reshape(logits.shape)
 
     def seen(self, visible: Array) -> tuple[Array, Array]:
-        """Return which keys of a tile some query sees [heads|1, block_kv|1], and which queries see some key [heads|1, G * block_q|1]."""
+        """Return which keys some query of a tile sees [heads|1, block_kv|1], which queries see a key [heads|1, G * block_q|1]."""
         keys = jnp.any(visible, axis=(1, 2))
         rows = jnp.any(visible, axis=3)
         rows = jnp.broadcast_to(rows, (rows.shape[0], self.shape.G, self.shape.block_q))
@@ -354,10 +355,10 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def _forward(
-    settings: BlockwiseSettings, query: Array, key: Array, value: Array, mask: Any, bias: Any, sinks: Any
+    settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any
 ) -> tuple[Array, Array, Array]:
     """Return output, logsumexp of the keys, and logsumexp of keys and sinks, in public layout."""
-    shape, dtype = _shape(settings, query, key), settings.softmax_dtype
+    shape, dtype = _shape(settings, query.shape, key.shape), settings.softmax_dtype
     work = _work(*_block_kinds(shape, mask, bias is not None, settings.skip_by_data))
     tiler = _Tiler(settings, shape, mask, bias)
     queries, keys, values = _query_tiles(query, shape), _key_tiles(key, shape, transpose=True), _key_tiles(value, shape)
@@ -417,7 +418,7 @@ def _attend_bwd(settings: BlockwiseSettings, residuals: Any, cotangents: Any) ->
     query, key, value, mask, bias, sinks, output, logsumexp, total = residuals
     d_output, d_logsumexp = cotangents
     dtype = settings.softmax_dtype
-    shape = _shape(settings, query, key)
+    shape = _shape(settings, query.shape, key.shape)
     empty = logsumexp == NEG_INF
     d_output = jnp.where(empty[..., None], 0, d_output).astype(dtype)
     delta = jnp.sum(d_output * output.astype(dtype), axis=-1)
@@ -441,9 +442,9 @@ def _attend_bwd(settings: BlockwiseSettings, residuals: Any, cotangents: Any) ->
 def _backward_tiles(
     settings: BlockwiseSettings,
     shape: _Shape,
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Any,
+    key: Any,
+    value: Any,
     mask: Any,
     bias: Any,
     d_output: Array,

@@ -10,7 +10,7 @@ from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import Estimate, OperationImpl, forward
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionRequest, RequestSpec
-from attention_ops.rules import SelfAttentionMask, SoftmaxDtype
+from attention_ops.rules import DtypeNotOn, SelfAttentionMask, SoftmaxDtype
 
 
 @OperationRegistry.register
@@ -26,7 +26,7 @@ class Sdpa(OperationImpl):
 
     @forward(
         supports={Feature.CAUSAL, Feature.WINDOW, Feature.GQA, Feature.GRADIENT},
-        rules=(SelfAttentionMask(), SoftmaxDtype()),
+        rules=(SelfAttentionMask(), SoftmaxDtype(), DtypeNotOn("float16", "cpu")),
     )
     def forward_native(self, request: AttentionRequest) -> Float[Array, "B T H Dv"]:
         return xla_attention(request.query, request.key, request.value, mask=request.mask, scale=request.scale)
