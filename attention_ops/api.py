@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe
-from attention_ops.errors import FallbackWarning, NoRouteError
+from attention_ops.errors import FallbackWarning, NoRouteError, UnknownOperationError
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.planner import Plan, make_plan
@@ -94,9 +94,16 @@ def _chosen(default: tuple[str, ...], source: str) -> tuple[tuple[str, ...], str
     if override is not None:
         return override, "attention_ops.use"
     environment = os.environ.get(ENVIRONMENT)
-    if environment:
-        return tuple(name.strip() for name in environment.split(",")), ENVIRONMENT
-    return default, source
+    return (_environment_names(environment), ENVIRONMENT) if environment else (default, source)
+
+
+def _environment_names(value: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in value.split(","))
+    try:
+        _known(names)
+    except UnknownOperationError as error:
+        raise UnknownOperationError(f"{ENVIRONMENT}={value}: {error}") from None
+    return names
 
 
 def plan(
@@ -151,11 +158,10 @@ def _plan(
 def use(impl: Impl) -> Iterator[None]:
     """Choose the implementation for calls made, or traced, inside. Wins over operation objects and configs; innermost wins.
 
-    An unknown name is an error here. An explicit `attention(..., impl=...)` still decides for itself. A function that was compiled before keeps its plan.
+    An unknown name is an error here. An explicit `attention(..., impl=...)` still decides for itself. A function that was
+    compiled before keeps its plan.
     """
-    names = _names(impl)
-    for name in names:
-        OperationRegistry.get(name.partition("/")[0])
+    names = _known(_names(impl))
     token = _override.set(names)
     try:
         yield
@@ -178,6 +184,12 @@ def _names(impl: Impl) -> tuple[str, ...]:
     names = (impl,) if isinstance(impl, str) else tuple(impl) if isinstance(impl, Sequence) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"impl is {impl!r}; allowed is an operation name or a non-empty sequence of names")
+    return names
+
+
+def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        OperationRegistry.get(name.partition("/")[0])
     return names
 
 
@@ -287,7 +299,7 @@ def _report(plan: Plan, metadata: OperationMetadata) -> None:
         return
     message = f"{plan.requested[0]} cannot take this request on {plan.device}, {plan.route} runs instead:\n{plan.reasons}"
     if metadata.fallback == "error":
-        raise NoRouteError(message.replace("runs instead", "could run, but the fallback policy is 'error'"))
+        raise NoRouteError(message.replace("runs instead", "could run, but the fallback policy is 'error'"), plan.decisions)
     key = (plan.requested, plan.route, plan.decisions)
     with _reported_lock:
         if key in _reported:

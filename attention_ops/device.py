@@ -74,6 +74,11 @@ class DeviceProfile:
         return dataclasses.replace(_NAMED[key], **overrides)
 
     @staticmethod
+    def names() -> tuple[str, ...]:
+        """Return the names that `named` knows."""
+        return tuple(_NAMED)
+
+    @staticmethod
     def current(platform: str | None = None) -> DeviceProfile:
         """Read the profile of JAX's first device, or of its first device of `platform`."""
         return _current(platform)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class AttentionOpsError(Exception):
@@ -22,7 +23,14 @@ class DuplicateOperationError(AttentionOpsError, ValueError):
 
 
 class NoRouteError(AttentionOpsError, RuntimeError):
-    """Every candidate route refused the request; the message lists each with all its reasons."""
+    """No route takes the request: the message, and `decisions`, have every candidate with all its reasons."""
+
+    def __init__(self, message: str, decisions: tuple[Any, ...] = ()):
+        super().__init__(message, decisions)
+        self.decisions = decisions
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ConfigError(AttentionOpsError, ValueError):

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from attention_ops.features import Feature
+
+if TYPE_CHECKING:
+    from attention_ops.drawing import MaskPicture
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Offset = int | Array | None
@@ -211,6 +214,16 @@ class Mask:
         if T == 0 or S == 0:
             return 0.0
         return float(np.mean(self.block_map(T, S, min(block, T), min(block, S)) != EMPTY))
+
+    def show(self, T: int, S: int | None = None, **options: Any) -> MaskPicture:
+        """Return the picture of the mask over T queries and S keys (T if None). Options: those of `drawing.draw`.
+
+        >>> print(Causal().show(3).summary()[1])
+        visible  66.7 % of T * S, 6 of 9
+        """
+        from attention_ops.drawing import draw
+
+        return draw(self, T, T if S is None else S, **options)
 
 
 def _values(mask: Mask) -> list[Any]:

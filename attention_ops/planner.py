@@ -165,7 +165,8 @@ def _make_plan(
                 chosen = operation, decision.route
     if chosen is None:
         lines = [f"  {d.route}: {reason}" for d in decisions for reason in d.reasons]
-        raise NoRouteError(f"no route of {' > '.join(requested)} takes this request on {device}:\n" + "\n".join(lines))
+        headline = f"no route of {' > '.join(requested)} takes this request on {device}:"
+        raise NoRouteError("\n".join([headline, *lines]), tuple(decisions))
     operation, route = chosen
     return Plan(
         requested=requested,

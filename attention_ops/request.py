@@ -380,7 +380,7 @@ def _positions(causal: bool, window: Any) -> list[Mask]:
 def _fitted(mask: Mask, offset: Any, B: int, H: int, T: int, S: int) -> Mask | None:
     """Give positions their offset, check the shapes, drop what hides nothing."""
     if mask.needs_offset:
-        mask = mask.resolve(_default_offset(T, S) if offset is None else offset)
+        mask = mask.resolve(default_offset(T, S) if offset is None else offset)
     mask.check(B, H, T, S)
     return simplify(mask, T, S)
 
@@ -473,7 +473,8 @@ def _offset(offset: Any) -> Any:
     return offset
 
 
-def _default_offset(T: int, S: int) -> int:
+def default_offset(T: int, S: int) -> int:
+    """Return the position of query row 0 when the call states none; ValueError where there is no one answer."""
     if T == S:
         return 0
     if T == 1:

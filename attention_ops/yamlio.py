@@ -112,7 +112,18 @@ def _inspect(
 
 def dump(data: Mapping[str, Any]) -> str:
     """Return `data` as YAML, keys in their order, lists and small mappings on one line."""
-    return yaml.safe_dump(_plain(data), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    settings = {"sort_keys": False, "default_flow_style": None, "width": 110, "allow_unicode": True}
+    return "".join(
+        yaml.safe_dump({key: item}, **settings) if _nested(item) else _line(key, item) for key, item in _plain(data).items()
+    )
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _line(key: str, value: Any) -> str:
+    return yaml.safe_dump({key: value}, default_flow_style=False, width=110, allow_unicode=True)
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,150 @@
+"""Parameters that several commands take: names, devices, sizes, files; with their completion."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attention_ops.cli.lazy import Refused
+
+if TYPE_CHECKING:
+    from attention_ops.config import AttentionConfig
+    from attention_ops.device import DeviceProfile
+
+Completer = Callable[[click.Context, click.Parameter, str], list[str]]
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+BACKENDS = ("cpu", "cuda", "gpu", "native", "rocm", "tpu")
+_LARGEST = 2**31
+
+
+class Sizes(click.ParamType):
+    """Whole numbers with commas between."""
+
+    name = "sizes"
+
+    def __init__(self, written: str, counts: tuple[int, ...], minimum: int = 0):
+        self.written, self.counts, self.minimum = written, counts, minimum
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return self.written
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        for part in parts:
+            if not part.isdecimal() or not self.minimum <= int(part) < _LARGEST:
+                self.fail(f"{part!r} is no whole number of {self.minimum} or more; write {self.written}", param, ctx)
+        if len(parts) not in self.counts:
+            self.fail(f"{value!r} has {len(parts)} numbers; write {self.written}", param, ctx)
+        return tuple(map(int, parts))
+
+
+def _completing(candidates: Callable[[], list[str]]) -> Completer:
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        return [name for name in candidates() if name.startswith(incomplete)]
+
+    return complete
+
+
+def operation_names(aliases: bool = True) -> list[str]:
+    from attention_ops.registry import OperationRegistry
+
+    names = OperationRegistry.names()
+    others = [alias for name in names for alias in OperationRegistry.get(name).aliases] if aliases else []
+    return sorted({*names, *others})
+
+
+def device_names() -> list[str]:
+    from attention_ops.device import DeviceProfile
+
+    return list(DeviceProfile.names())
+
+
+def _settings() -> list[str]:
+    from attention_ops.cli.saying import FLAG, SAYABLE
+
+    return [f"{name}=true" if kind is FLAG else f"{name}=" for name, kind in SAYABLE.items()]
+
+
+complete_name = _completing(operation_names)
+
+device_option = click.option(
+    "--device",
+    metavar="NAME",
+    shell_complete=_completing(device_names),
+    help="A device that need not be here: a100, h100, tpu-v5e, ...  [default: the one here]",
+)
+config_option = click.option(
+    "--config", "config_file", metavar="FILE", type=click.Path(), help="A model config in YAML, as in configs/."
+)
+layer_option = click.option("--layer", metavar="LAYER", help="A layer of the config: its number, or its kind.")
+settings_option = click.option(
+    "--set",
+    "settings",
+    metavar="OPTION=VALUE",
+    multiple=True,
+    shell_complete=_completing(_settings),
+    help="An option of the call, repeatable: causal=true, sliding_window=511,0, bias=1,1,T,S, softmax_aux=H, kv_lengths=yes.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _load(ctx: click.Context, param: click.Parameter, modules: tuple[str, ...]) -> tuple[str, ...]:
+    if ctx.resilient_parsing:
+        return modules
+    for module in modules:
+        load(module)
+    return modules
+
+
+load_option = click.option(
+    "--load",
+    metavar="MODULE",
+    multiple=True,
+    callback=_load,
+    is_eager=True,
+    expose_value=False,
+    help="Import a module, or a .py file, that registers operations. Repeatable.",
+)
+
+
+def load(module: str) -> None:
+    """Import what registers a user's operations: a module, also one of the current folder, or a file."""
+    folder, name = ("", module) if not module.endswith(".py") else os.path.split(module.removesuffix(".py"))
+    if module.endswith(".py") and not os.path.isfile(module):
+        raise Refused(f"--load {module}: no such file")
+    sys.path.insert(0, os.path.abspath(folder))
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # the user's own code may raise anything
+        raise Refused(f"--load {module}: {type(error).__name__}: {error}") from error
+
+
+def profile_of(device: str | None, backend: str | None = None) -> DeviceProfile:
+    """Return the profile of `--device`, or of the device here."""
+    from attention_ops.device import DeviceProfile, as_profile
+
+    try:
+        if device is not None:
+            return as_profile(device)
+        return DeviceProfile.current(None if backend in (None, "native") else backend)
+    except ValueError as error:
+        raise Refused(error) from error
+    except RuntimeError as error:  # JAX has no such platform here, or cannot start it
+        raise Refused(
+            f"there is no {backend or 'usable'} device here ({str(error).splitlines()[0]}); name one, for example --device a100"
+        ) from error
+
+
+def layers_of(config: AttentionConfig, layer: str | None) -> tuple[str | int | None, ...]:
+    """Return the layer asked for, or one of each kind."""
+    if layer is None:
+        return config.kinds if len(config.kinds) > 1 else (None,)
+    return (int(layer) if layer.isdecimal() else layer,)

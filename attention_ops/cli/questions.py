@@ -1,0 +1,164 @@
+"""A request to plan for, and what the planner answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from attention_ops import api
+from attention_ops.cli import saying
+from attention_ops.cli.parameters import layers_of
+from attention_ops.config import AttentionConfig, load_config
+from attention_ops.device import DeviceProfile
+from attention_ops.errors import NoRouteError
+from attention_ops.metadata import OperationMetadata
+from attention_ops.planner import Decision, Plan
+from attention_ops.request import RequestSpec, make_request
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A call, not made: query, key and value as shapes, and who names the operation when nobody asks for another.
+
+    `layer` is the number or kind of the layer, where the request is a config's.
+    """
+
+    arrays: tuple[Any, Any, Any]
+    options: Mapping[str, Any]
+    metadata: OperationMetadata = OperationMetadata()
+    default: tuple[str, ...] = ("auto",)
+    source: str = "default"
+    layer: str | int | None = None
+
+    def ask(self, names: tuple[str, ...] | None, device: DeviceProfile) -> Answer:
+        """Plan it. Names given win over all else, as those of a call do."""
+        spec = make_request(*self.arrays, self.options, self.metadata).spec
+        try:
+            if names is not None:
+                plan = api.plan(names, *self.arrays, device=device, metadata=self.metadata, **self.options)
+            else:
+                plan = api.plan_dispatch(
+                    *self.arrays, self.options, self.metadata, device, default=self.default, source=self.source
+                )
+        except NoRouteError as error:
+            return Answer(
+                names or self.default, device, spec, self, None, str(error).splitlines()[0].rstrip(":"), error.decisions
+            )
+        return Answer(plan.requested, device, plan.spec, self, plan, _headline(plan), plan.decisions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A plan, or that there is none; with every candidate's verdict either way."""
+
+    names: tuple[str, ...]
+    device: DeviceProfile
+    spec: RequestSpec
+    question: Question
+    plan: Plan | None
+    headline: str
+    decisions: tuple[Decision, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether a call would run: there is a route, and the policy lets a fallback be taken if it is one."""
+        return self.plan is not None and not (self.plan.is_fallback and self.question.metadata.fallback == "error")
+
+    def facts(self) -> dict[str, str]:
+        """Return the request in words."""
+        s = self.spec
+        needs = ", ".join(feature.name.lower() for feature in sorted(s.features))
+        facts = {"layer": "" if self.question.layer is None else str(self.question.layer)}
+        facts["request"] = f"B {s.B}, T {s.T}, S {s.S}, H {s.H}, K {s.K}, D {s.D}, Dv {s.Dv}, {s.dtype}"
+        facts |= {"needs": needs or "nothing special", "mask": "" if s.mask is None else str(s.mask)}
+        return {name: text for name, text in facts.items() if text}
+
+    def notes(self) -> tuple[str, ...]:
+        """Return the plan's notes, and what a call would say."""
+        if self.plan is None or not self.plan.is_fallback:
+            return () if self.plan is None else self.plan.notes
+        said = {
+            "warn": f"{self.names[0]} cannot take this request; a call warns once and runs {self.plan.route}",
+            "silent": f"{self.names[0]} cannot take this request; the fallback policy is 'silent'",
+            "error": "the fallback policy is 'error', so a call raises NoRouteError",
+        }
+        return (*self.plan.notes, said[self.question.metadata.fallback])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as plain values: those of `Plan.to_dict`, the request, and whether a call would run."""
+        none = {"operation": None, "route": None, "flops": None, "temporary_bytes": None}
+        plan = none if self.plan is None else self.plan.to_dict()
+        sizes = {name: getattr(self.spec, name) for name in ("B", "T", "S", "H", "K", "D", "Dv")}
+        mask = None if self.spec.mask is None else str(self.spec.mask)
+        needs = [feature.name for feature in sorted(self.spec.features)]
+        return {
+            "runs": self.runs,
+            "layer": self.question.layer,
+            **plan,
+            "requested": list(self.names),
+            "device": str(self.device),
+            "request": {**sizes, "dtype": str(self.spec.dtype), "needs": needs, "mask": mask},
+            "decisions": [
+                {"route": d.route, "accepted": d.accepted, "reasons": [dataclasses.asdict(reason) for reason in d.reasons]}
+                for d in self.decisions
+            ],
+            "notes": list(self.notes()),
+        }
+
+
+def _headline(plan: Plan) -> str:
+    return f"{' > '.join(plan.requested)} on {plan.device} runs {plan.route}"
+
+
+# ---------------------------------------------------------------- questions
+
+
+def of_shape(
+    shape: tuple[int, ...], kv: tuple[int, ...] | None, *, settings: tuple[str, ...], dtype: str | None, backend: str | None
+) -> Question:
+    """Return the request that shapes and settings say."""
+    dtype = dtype or "bfloat16"
+    arrays = saying.arrays(shape, kv, dtype)
+    return Question(arrays, saying.options(settings, saying.Sizes.of(*arrays), dtype), OperationMetadata(backend=backend))
+
+
+def of_config(
+    path: str,
+    layer: str | None,
+    batch: int | None = None,
+    lengths: tuple[int, ...] | None = None,
+    *,
+    settings: tuple[str, ...] = (),
+    dtype: str | None = None,
+    backend: str | None = None,
+) -> list[Question]:
+    """Return the requests of a config: of the layer named, or of one layer of each kind. What is said wins over the config."""
+    config = load_config(path)
+    return [_of_layer(config, at, batch or 1, lengths, settings, dtype, backend) for at in layers_of(config, layer)]
+
+
+def _of_layer(
+    config: AttentionConfig,
+    layer: str | int | None,
+    batch: int,
+    lengths: tuple[int, ...] | None,
+    settings: tuple[str, ...],
+    dtype: str | None,
+    backend: str | None,
+) -> Question:
+    attend = config.build(layer)
+    query, key, value = config.shapes(batch, lengths[0] if lengths else None, layer, dtype)
+    if lengths and len(lengths) == 2:
+        key, value = (jax.ShapeDtypeStruct((batch, lengths[1], *array.shape[2:]), array.dtype) for array in (key, value))
+    sinks = ("softmax_aux=H",) if attend.facts.sinks and not any(text.startswith("softmax_aux") for text in settings) else ()
+    said = saying.options((*settings, *sinks), saying.Sizes.of(query, key, value), str(query.dtype))
+    options = {**attend.options, **said}
+    chunks = attend.options.get("mask")
+    if chunks is not None:  # as in a call: a mask comes on top of the config's chunks
+        options["mask"] = chunks if said.get("mask") is None else chunks & said["mask"]
+    changes = {"runtime_dtype": dtype, "backend": backend}
+    metadata = dataclasses.replace(attend.metadata, **{name: value for name, value in changes.items() if value is not None})
+    return Question((query, key, value), options, metadata, attend.operation, attend.source, layer)
