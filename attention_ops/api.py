@@ -63,7 +63,6 @@ def attention(
         NoRouteError: no route can honour the request, or a fallback is needed and the policy is "error".
 
     >>> import jax.numpy as jnp
-    from jax.core import Tracer
     >>> q = jnp.ones((1, 4, 2, 8))
     >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
     (1, 4, 2, 8)
