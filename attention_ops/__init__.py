@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         UnknownOperationError,
     )
     from attention_ops.features import Feature
+    from attention_ops.integrations.jax_nn import dot_product_attention
     from attention_ops.metadata import BlockSizes, OperationMetadata
     from attention_ops.operation import Estimate, OperationImpl, Tolerance, forward
     from attention_ops.planner import Decision, Plan
@@ -40,6 +41,7 @@ _HOME = {
         "UnknownOperationError",
     ),
     "features": ("Feature",),
+    "integrations.jax_nn": ("dot_product_attention",),
     "metadata": ("BlockSizes", "OperationMetadata"),
     "operation": ("Estimate", "OperationImpl", "Tolerance", "forward"),
     "planner": ("Decision", "Plan"),

@@ -10,8 +10,8 @@ import attention_ops as ao
 TARGET = pathlib.Path(__file__).with_name("support_matrix.md")
 HEAD = """# Support matrix
 
-Generated from what each forward declares: `make docs-tables`. A request for something that a route does not support is planned elsewhere, with that
-reason. `python -m attention_ops.selftest` proves the routes that can run on your machine.
+Generated from what each forward declares: `make docs-tables`. A request for something that a route does not support is planned
+elsewhere, with that reason. `python -m attention_ops.selftest` proves the routes that can run on your machine.
 """
 
 

@@ -311,7 +311,8 @@ def test_eager_dispatch_stays_small(qkv):
 
 def test_import_is_light():
     code = (
-        "import sys, jax; before = set(sys.modules); import attention_ops as ao; ao.attention; ao.OperationRegistry; ao.masks.Causal\n"
+        "import sys, jax; before = set(sys.modules)\n"
+        "import attention_ops as ao; ao.attention; ao.OperationRegistry; ao.masks.Causal\n"
         "heavy = {'ejkernel', 'eformer', 'pydantic', 'yaml', 'rich', 'click', 'matplotlib', 'torch'}\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "assert not new & heavy, new & heavy\n"

@@ -58,7 +58,7 @@ def test_metadata_from_a_config():
 
     class Config:
         runtime_dtype = "bfloat16"
-        block_sizes = {"q": 16, "kv": 32}
+        block_sizes = (16, 32)
         fallback = "error"
         unrelated = 1
 

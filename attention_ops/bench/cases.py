@@ -156,9 +156,9 @@ def _sparse(label: str, pattern: Pattern, at_most: float) -> Case:
     return _square("sparse", label, 16384, pattern, peers=(OWN_CAUSAL, "matmul"), more_peers=more, targets=targets)
 
 
-def _decode(label: str, B: int, *targets: Target) -> Case:
+def _decode(label: str, B: int, *targets: Target, **rest: Any) -> Case:
     peers = (*DENSE_PEERS, "torch_folded", "read")
-    return Case("decode", label, Pattern(lengths=True), 1, 16384, B=B, H=32, K=8, peers=peers, targets=targets)
+    return Case("decode", label, Pattern(lengths=True), 1, 16384, B=B, H=32, K=8, peers=peers, targets=targets, **rest)
 
 
 def _scaling(T: int) -> Case:
@@ -188,6 +188,7 @@ CASES: tuple[Case, ...] = (
     _sparse("blocks9_runtime_t16384", Pattern(blocks=0.09), 0.30),
     _decode("s16384_b1", 1, Target("jax_nn", 0.5), Target("torch", 1.2)),
     _decode("s16384_b4", 4),
+    _decode("s16384_b1_bf16", 1, dtype="bfloat16", in_short=False),
     *(_scaling(2**power) for power in range(9, 17)),
     _square(
         "scaling",
@@ -211,7 +212,9 @@ def find_case(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def select(suites: Sequence[str] = (), rows: Sequence[str] = (), short: bool = False, length: int | None = None) -> tuple[Case, ...]:
+def select(
+    suites: Sequence[str] = (), rows: Sequence[str] = (), short: bool = False, length: int | None = None
+) -> tuple[Case, ...]:
     """Return the rows of the suites whose names match a pattern of `rows`; no suites or no rows means all.
 
     The short form leaves out rows and peers; the full form has `more_peers` among the peers.
@@ -222,6 +225,9 @@ def select(suites: Sequence[str] = (), rows: Sequence[str] = (), short: bool = F
             continue
         if rows and not any(fnmatch.fnmatch(case.name, row) for row in rows):
             continue
+        is_beyond = length is not None and length < case.T and case.suite == "scaling" and case.pattern.is_plain
+        if is_beyond and any(earlier.suite == "scaling" for earlier in chosen):
+            continue  # the points of a curve are not made equal, but left out
         peers = case.peers if short else (*case.peers, *case.more_peers)
         chosen.append(dataclasses.replace(case, peers=peers, more_peers=()).at_length(length))
     return tuple(chosen)

@@ -105,16 +105,14 @@ def torch_sdpa(problem: Problem) -> Prepared:
     """`scaled_dot_product_attention`, grouped heads by `enable_gqa`, everything but causal as a boolean mask made beforehand."""
     torch, case = _torch(), problem.case
     has_gradient = case.kind == "gradient"
-    query, key, value = (
-        _torch_tensor(torch, x, case.dtype, has_gradient) for x in (problem.query, problem.key, problem.value)
-    )
+    query, key, value = (_torch_tensor(torch, x, case.dtype, has_gradient) for x in (problem.query, problem.key, problem.value))
     cotangent = _torch_tensor(torch, problem.cotangent, case.dtype, False) if has_gradient else None
     options: dict[str, Any] = {"enable_gqa": case.H != case.K}
     if case.pattern.is_plain:
         options["is_causal"] = True
     else:
         allowed = problem.allowed()
-        options["attn_mask"] = None if allowed is None else torch.from_numpy(np.ascontiguousarray(allowed))
+        options["attn_mask"] = None if allowed is None else torch.from_numpy(np.array(allowed))
 
     def call() -> tuple[Any, ...]:
         with contextlib.nullcontext() if has_gradient else torch.no_grad():
@@ -125,15 +123,16 @@ def torch_sdpa(problem: Problem) -> Prepared:
 
 
 def torch_folded(problem: Problem) -> Prepared:
-    """The same for one query per sequence, with the query heads of a key/value head as its queries, so that keys are read once."""
-    torch, case = _torch(), problem.case
+    """The same for one query per sequence, the query heads of a key/value head as its queries: keys are read once."""
+    case = problem.case
     if case.T != 1 or case.kind != "forward" or case.pattern.causal:
         raise Unavailable(f"groups are folded for one query that sees all keys up to a length, not for T {case.T}")
+    torch = _torch()
     groups = problem.query.reshape(case.B, case.K, case.H // case.K, case.D)
     query = torch.from_numpy(groups.copy()).to(getattr(torch, case.dtype))
     key, value = (_torch_tensor(torch, x, case.dtype, False) for x in (problem.key, problem.value))
     allowed = problem.allowed()
-    mask = None if allowed is None else torch.from_numpy(np.ascontiguousarray(allowed))
+    mask = None if allowed is None else torch.from_numpy(np.array(allowed))
 
     def call() -> Any:
         with torch.no_grad():

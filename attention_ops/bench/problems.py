@@ -83,7 +83,7 @@ class Problem:
         return blocks[np.arange(T)[:, None] * grid // T, np.arange(S)[None] * grid // S]
 
     def allowed(self) -> np.ndarray | None:
-        """Return everything that is visible as one boolean array [B or 1, 1, T, S], for peers that know no better; None is all."""
+        """Return what is visible as one boolean array [B or 1, 1, T, S], for peers that know no better; None is all."""
         pattern, T, S = self.case.pattern, self.case.T, self.case.S
         rows, cols, parts = np.arange(T)[:, None], np.arange(S)[None], []
         if pattern.causal:

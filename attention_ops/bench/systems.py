@@ -21,6 +21,9 @@ from attention_ops.errors import AttentionOpsError
 FITS = 0.6
 """A system whose temporary arrays need more than this share of the free memory is not run: others use the machine too."""
 
+NOT_RUN = "not run:"
+"""How a reason begins when a system was not even tried."""
+
 
 class Unavailable(AttentionOpsError):
     """A system cannot be measured on this problem; the message says why."""
@@ -49,14 +52,12 @@ class System:
     Attributes:
         label: its name in the table.
         role: "ours", "peer", or "reference" (not the same problem: ceilings, and our own causal attention).
-        family: what a process must import for it; processes of one family that only make inputs need the same memory.
         dense: how many arrays of B * H * T * S float32 it holds at once, roughly; 0 where memory is linear in T and S.
     """
 
     name: str
     label: str
     role: Literal["ours", "peer", "reference"]
-    family: Literal["jax", "ejkernel", "torch"]
     prepare: Callable[[Problem], Prepared]
     dense: int = 0
 
@@ -68,7 +69,8 @@ class System:
         """Raise Unavailable when the temporary arrays would not fit."""
         needed, free = self.temporary_bytes(case), free_memory()
         if needed > FITS * free:
-            raise Unavailable(f"not run: needs about {needed / 2**30:.0f} GiB, more than {FITS:.0%} of the {free / 2**30:.0f} free")
+            share = f"{needed / 2**30:.0f} GiB, more than {FITS:.0%} of the {free / 2**30:.0f} free"
+            raise Unavailable(f"{NOT_RUN} needs about {share}")
 
 
 def free_memory() -> int:
@@ -85,27 +87,27 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_PEERS: dict[str, tuple[str, Literal["peer", "reference"], Literal["jax", "ejkernel", "torch"], str, int]] = {
-    "jax_nn": ("jax.nn (XLA)", "peer", "jax", "jax_systems:jax_nn", 2),
-    "ej_flash": ("ejkernel flash", "peer", "ejkernel", "peers:ej_flash", 0),
-    "ej_attention": ("ejkernel attention", "peer", "ejkernel", "peers:ej_attention", 2),
-    "ej_blocksparse": ("ejkernel blocksparse", "peer", "ejkernel", "peers:ej_blocksparse", 3),
-    "torch": ("PyTorch SDPA", "peer", "torch", "peers:torch_sdpa", 0),
-    "torch_folded": ("PyTorch SDPA, groups folded", "peer", "torch", "peers:torch_folded", 0),
-    "matmul": ("matrix product, same flops", "reference", "jax", "jax_systems:matmul", 0),
-    "matmul_f32": ("the same in float32", "reference", "jax", "jax_systems:matmul_f32", 0),
-    "read": ("read of the cache once", "reference", "jax", "jax_systems:read", 0),
+_PEERS: dict[str, tuple[str, Literal["peer", "reference"], str, int]] = {
+    "jax_nn": ("jax.nn (XLA)", "peer", "jax_systems:jax_nn", 2),
+    "ej_flash": ("ejkernel flash", "peer", "peers:ej_flash", 0),
+    "ej_attention": ("ejkernel attention", "peer", "peers:ej_attention", 2),
+    "ej_blocksparse": ("ejkernel blocksparse", "peer", "peers:ej_blocksparse", 3),
+    "torch": ("PyTorch SDPA", "peer", "peers:torch_sdpa", 0),
+    "torch_folded": ("PyTorch SDPA, groups folded", "peer", "peers:torch_folded", 0),
+    "matmul": ("matrix product, same flops", "reference", "jax_systems:matmul", 0),
+    "matmul_f32": ("the same in float32", "reference", "jax_systems:matmul_f32", 0),
+    "read": ("read of the cache once", "reference", "jax_systems:read", 0),
 }
 
 
 def find_system(name: str, operation: str) -> System:
-    """Return a peer by name, or the system that runs one of our operations; `operation` is the one whose causal is referred to."""
+    """Return a peer by name, or what runs one of our operations; `OWN_CAUSAL` is the causal attention of `operation`."""
     if name == OWN_CAUSAL:
-        return System(name, f"{operation}, causal", "reference", "jax", _load("jax_systems:own_causal", operation))
+        return System(name, f"{operation}, causal", "reference", _load("jax_systems:own_causal", operation))
     if name not in _PEERS:
-        return System(name, name, "ours", "jax", _load("jax_systems:ours", name))
-    label, role, family, where, dense = _PEERS[name]
-    return System(name, label, role, family, _load(where), dense)
+        return System(name, name, "ours", _load("jax_systems:ours", name))
+    label, role, where, dense = _PEERS[name]
+    return System(name, label, role, _load(where), dense)
 
 
 def systems_for(case: Case, operations: tuple[str, ...]) -> tuple[System, ...]:

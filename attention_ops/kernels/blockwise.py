@@ -424,11 +424,13 @@ def _attend_bwd(settings: BlockwiseSettings, residuals: Any, cotangents: Any) ->
     delta = jnp.sum(d_output * output.astype(dtype), axis=-1)
     d_sinks = None
     if sinks is not None:
-        sink_weights = jnp.exp(sinks.astype(dtype) - jnp.where(empty, 0, total)[..., None])
-        d_sinks = -jnp.sum(sink_weights * jnp.where(empty, 0, delta)[..., None], axis=(0, 1)).astype(sinks.dtype)
-    delta = delta - jnp.where(empty, 0, d_logsumexp * jnp.exp(total - jnp.where(empty, 0, logsumexp)))
-    total = jnp.where(empty, jnp.inf, total)
-    d_query, d_key, d_value, d_bias = _backward_tiles(settings, shape, query, key, value, mask, bias, d_output, delta, total)
+        sink_weights = jnp.exp(sinks.astype(dtype) - total[..., None])
+        d_sinks = -jnp.sum(sink_weights * delta[..., None], axis=(0, 1)).astype(sinks.dtype)
+        kept = jnp.exp(logsumexp - total)  # of the softmax by the keys; the tiles recompute it without the sinks
+        d_output, delta = d_output * kept[..., None], delta * kept
+    delta = delta - jnp.where(empty, 0, d_logsumexp)
+    anchor = jnp.where(empty, jnp.inf, logsumexp)
+    d_query, d_key, d_value, d_bias = _backward_tiles(settings, shape, query, key, value, mask, bias, d_output, delta, anchor)
     return (
         d_query.astype(query.dtype),
         d_key.astype(key.dtype),
@@ -449,7 +451,7 @@ def _backward_tiles(
     bias: Any,
     d_output: Array,
     delta: Array,
-    total: Array,
+    anchor: Array,
 ) -> tuple[Array, Array, Array, Any]:
     """Return the gradients of query, key and value in public layout, and of the padded bias.
 
@@ -463,7 +465,7 @@ def _backward_tiles(
     queries, keys, values = _query_tiles(query, shape), _key_tiles(key, shape), _key_tiles(value, shape)
     d_outputs = _query_tiles(d_output, shape)
     deltas = _query_tiles(delta[..., None], shape)[..., 0]
-    totals = _query_tiles(total[..., None], shape, fill=float("inf"))[..., 0]
+    anchors = _query_tiles(anchor[..., None], shape, fill=float("inf"))[..., 0]
     d_bias = None if tiler.bias is None else jnp.zeros(tiler.bias.shape, dtype)
 
     def row(d_bias: Any, index: tuple[Array, Array]) -> Any:
@@ -484,7 +486,7 @@ def _backward_tiles(
                     kk, vv = (jnp.where(seen_keys[..., None], x, 0) for x in (k, v))
                     q = jnp.where(seen_rows[..., None], q, 0)
                 logits, slope = tiler.logits(q, kk.swapaxes(1, 2), batch, unit_index, i, j)
-                weights = jnp.exp(logits - totals[batch, unit_index, i][..., None])
+                weights = jnp.exp(logits - anchors[batch, unit_index, i][..., None])
                 if seen is not None:
                     weights = tiler.hide(seen, weights, 0.0)
                 d_logits = weights * (_dot(do, vv, (2, 2)) - deltas[batch, unit_index, i][..., None])

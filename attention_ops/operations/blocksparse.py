@@ -19,7 +19,7 @@ class BlockSparse(OperationImpl):
     """
 
     name = "blocksparse"
-    aliases = ("splash",)
+    aliases = ("splash", "autoregressive_decodeattn")
     fallback = ("flash", "vanilla")
 
     @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS})

@@ -31,7 +31,7 @@ class CudnnFlash(OperationImpl):
     """
 
     name = "cudnn_flash"
-    aliases = ("cudnn",)
+    aliases = ("cudnn", "cuda_flash_attn2")
     fallback = ("flash", "sdpa", "vanilla")
 
     @forward(

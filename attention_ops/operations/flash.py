@@ -18,7 +18,7 @@ class Flash(OperationImpl):
     """
 
     name = "flash"
-    aliases = ("flash_attn2",)
+    aliases = ("flash_attn2", "blockwise")
     fallback = ("vanilla",)
 
     @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS})

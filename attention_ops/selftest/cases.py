@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ GEOMETRIES = {
     "wide": Geometry(1, 24, 24, 2, 80),
     "decode": Geometry(3, 1, 75, 6, 16, (None, 16)),
     "decode_long": Geometry(1, 1, 1100, 2, 16),
-    "long": Geometry(1, 600, 600, 4, 32),  # more than one tile at the default block sizes
+    "long": Geometry(1, 525, 525, 4, 32),  # more than one tile at the default block sizes
     "deep": Geometry(1, 128, 128, 2, 128),
     "aligned": Geometry(2, 128, 128, 4, 64),  # for routes with rules about lengths and head dims
     "aligned_wide": Geometry(1, 256, 256, 4, 128),
@@ -96,18 +96,27 @@ class Case:
         return frozenset(item.feature for item in self.ingredients if item.feature is not None)
 
     @property
+    def sizes(self) -> Geometry:
+        return GEOMETRIES[self.geometry]
+
+    @property
     def samples(self) -> int:
         return 2 if self.mode in ("vmap", "vmap_grad") else 1
 
     def problem(self, seed: int = 0, sample: int = 0) -> Problem:
         """Draw the data. The same seed gives the same data, whatever else is run; variants and modes share it."""
-        name = dataclasses.replace(self, variant="", mode="").name
-        draft = self._draft(np.random.default_rng([seed, zlib.crc32(name.encode()), sample]))
-        return _problem(self, draft)
+        return _drawn(self, seed, sample)
+
+    def elsewhere(self) -> Iterator[Case]:
+        """Yield the case, then the same at other sizes and dtypes, for a route whose rules refuse these."""
+        yield self
+        dtypes = dict.fromkeys((self.dtype, *DTYPES))
+        for dtype, geometry in itertools.product(dtypes, _FALLBACK_GEOMETRIES):
+            if (geometry, dtype) != (self.geometry, self.dtype):
+                yield dataclasses.replace(self, geometry=geometry, dtype=dtype)
 
     def _draft(self, rng: np.random.Generator) -> Draft:
-        g = GEOMETRIES[self.geometry]
-        draft = Draft(rng, dtype_of(self.dtype), g.B, g.T, g.S, g.H, g.H, g.D, g.D)
+        draft = self._start(rng)
         for item in self.ingredients:
             if item.resize is not None:
                 item.resize(draft)
@@ -116,6 +125,10 @@ class Case:
         if draft.positional and draft.T not in (1, draft.S):
             draft.options.setdefault("query_offset", 0)
         return draft
+
+    def _start(self, rng: np.random.Generator) -> Draft:
+        g = self.sizes
+        return Draft(rng, dtype_of(self.dtype), g.B, g.T, g.S, g.H, g.H, g.D, g.D)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +140,6 @@ class Problem:
     value: np.ndarray
     options: Mapping[str, Any]
     law: Mapping[str, Any]
-    blocks: tuple[int | None, int | None]
     d_output: np.ndarray
     d_logsumexp: np.ndarray
     d_weights: np.ndarray
@@ -146,7 +158,10 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def _problem(case: Case, draft: Draft) -> Problem:
+@functools.lru_cache(maxsize=128)
+def _drawn(case: Case, seed: int, sample: int) -> Problem:
+    name = dataclasses.replace(case, variant="", mode="").name
+    draft = case._draft(np.random.default_rng([seed, zlib.crc32(name.encode()), sample]))
     B, T, S, H, K, D, Dv = draft.B, draft.T, draft.S, draft.H, draft.K, draft.D, draft.Dv
     query = draft.normal(B, T, H, D, scale=12.0 if case.variant == "large" else 3.0)
     key = draft.normal(B, S, K, D)
@@ -160,8 +175,7 @@ def _problem(case: Case, draft: Draft) -> Problem:
     query, key, value, d_output = (x.astype(draft.dtype) for x in (query, key, value, d_output))
     if case.variant == "nan":
         query, key, value = _poisoned(query, key, value, reference.visible(B, H, T, S, law))
-    blocks = GEOMETRIES[case.geometry].blocks
-    return Problem(query, key, value, draft.options, law, blocks, d_output, d_logsumexp, d_weights)
+    return Problem(query, key, value, draft.options, law, d_output, d_logsumexp, d_weights)
 
 
 _POISON = (np.nan, np.inf, -np.inf, 3e4)
@@ -171,8 +185,8 @@ def _poisoned(query: np.ndarray, key: np.ndarray, value: np.ndarray, allowed: np
     """Fill the keys that no query may attend, and the queries that may attend no key."""
     B, H, T, S = allowed.shape
     K = key.shape[2]
-    unseen = ~allowed.reshape(B, K, H // K, T, S).any((2, 3)).swapaxes(1, 2)
-    blind = ~allowed.any(3).swapaxes(1, 2)
+    unseen = ~np.any(allowed.reshape(B, K, H // K, T, S), axis=(2, 3)).swapaxes(1, 2)
+    blind = ~np.any(allowed, axis=3).swapaxes(1, 2)
     filled = []
     for array, dead in ((query, blind), (key, unseen), (value, unseen)):
         array = array.copy()
@@ -224,15 +238,6 @@ def _features(names: Iterable[str]) -> set[Feature | None]:
     return {INGREDIENTS[name].feature for name in names}
 
 
-def elsewhere(case: Case) -> Iterable[Case]:
-    """Yield the case, then the same at other sizes and dtypes, for a route whose rules refuse these."""
-    yield case
-    dtypes = dict.fromkeys((case.dtype, *DTYPES))
-    for dtype, geometry in itertools.product(dtypes, _FALLBACK_GEOMETRIES):
-        if (geometry, dtype) != (case.geometry, case.dtype):
-            yield dataclasses.replace(case, geometry=geometry, dtype=dtype)
-
-
 # ---------------------------------------------------------------- the table
 
 ALONE = (
@@ -273,8 +278,7 @@ OTHERS = (
     ("causal+bias_lowest", "small", "float16"),
     ("sinks_strong", "small", "float32"),
     ("plain", "deep", "bfloat16", "large"),
-    ("causal+gqa", "long", "float32"),
-    ("window+lengths", "long", "bfloat16"),
+    ("causal+kv_lengths+gqa", "long", "float32"),
 )
 
 IN_MODES = (
@@ -295,8 +299,8 @@ def quick(declared: frozenset[Feature]) -> list[Case]:
     cases = [make(()), *(make(part for part in parts) for parts in _alone(declared, ALONE))]
     cases += [parse("/".join(row)) for row in (*PAIRED, *OTHERS)]
     cases += [make(_split(parts), mode=mode) for parts, mode in IN_MODES]
-    cases += [make(_split("dropout+mask_samples+bias_heads+soft_cap+gqa"), dtype="bfloat16")]
-    cases += [make(_split("dropout+causal+segments+sinks+value_dim"))]
+    cases += [make(_split("dropout+window+lengths+mask_samples+bias_heads+soft_cap+gqa"), dtype="bfloat16")]
+    cases += [make(_split("dropout+causal+offset+segments+sinks+value_dim"))]
     cases += [make(("sinks",), dtype="bfloat16", variant="cancel")]
     return _applicable(cases, declared)
 
@@ -305,11 +309,11 @@ def full(declared: frozenset[Feature]) -> list[Case]:
     """Return the whole grid."""
     cases = quick(declared)
     every = [name for name, item in INGREDIENTS.items() if item.feature is not Feature.OFFSET]
-    for parts, dtype in itertools.product([(), *_alone(declared, every)], DTYPES):
-        cases += [make(parts, "small", dtype), make(parts, "tiles" if dtype == "float32" else "square", dtype)]
+    for parts in [(), *_alone(declared, every)]:
+        cases += [*(make(parts, "small", dtype) for dtype in DTYPES), make(parts, "tiles")]
     for one, other in itertools.combinations(_alone(declared, ALONE), 2):
         cases += [make({*one, *other}, "tiles"), make({*one, *other}, "small", "bfloat16")]
-    for geometry, dtype in itertools.product(GEOMETRIES, DTYPES):
+    for geometry, dtype in itertools.product(GEOMETRIES, DTYPES[:2]):
         cases += [make(_split(parts), geometry, dtype) for parts in ("plain", "causal+gqa", "kv_lengths+bias_heads+soft_cap")]
     for (parts, *_), mode in itertools.product(PAIRED, MODES):
         cases.append(make(_split(parts), mode=mode))
@@ -337,17 +341,33 @@ def _wanted(offset: str, names: Iterable[str]) -> bool:
     return offset == "offset" or len(list(names)) > len(ALONE)
 
 
-_HIDING = frozenset({Feature.MASK, Feature.SEGMENTS, Feature.LENGTHS, Feature.OFFSET, Feature.WINDOW})
+_HIDING = frozenset({Feature.MASK, Feature.SEGMENTS, Feature.LENGTHS, Feature.OFFSET})
+_POSITIONAL = frozenset({Feature.CAUSAL, Feature.WINDOW})
+_ORDINARY = ("small", "tiles", "square")
 
 
 def _applicable(cases: Iterable[Case], declared: frozenset[Feature]) -> list[Case]:
     """Return the cases as far as the features allow, each once, those that hide keys or rows also with NaN there."""
     kept: dict[Case, None] = {}
-    for case in cases:
-        case = restricted(case, declared)
-        if case.variant == "cancel" and Feature.SINKS not in case.features:
+    seen: set[Case] = set()
+    for wanted in cases:
+        case = restricted(wanted, declared)
+        kind = dataclasses.replace(case, geometry="small") if case.geometry in _ORDINARY else case
+        if not _about(wanted) <= declared or (case != wanted and kind in seen):
             continue
+        seen.add(kind)
         kept[case] = None
-        if not case.variant and not case.mode and (case.features & _HIDING or "bias_blocks" in case.parts):
+        if hides(case) and not case.variant and not case.mode and case.geometry not in TIMED:
             kept[dataclasses.replace(case, variant="nan")] = None
     return list(kept)
+
+
+def hides(case: Case) -> bool:
+    """Whether keys or rows are hidden from all, so that they can be filled with NaN."""
+    shifted = case.sizes.T != case.sizes.S and bool(case.features & _POSITIONAL)
+    return bool(case.features & _HIDING) or "bias_blocks" in case.parts or shifted
+
+
+def _about(case: Case) -> frozenset[Feature]:
+    """Return the features without which a case has no point."""
+    return frozenset({Feature.SINKS} if case.variant == "cancel" else {Feature.DROPOUT} & case.features)

@@ -75,7 +75,7 @@ def _ingredient(feature: Feature | None, resize: Step | None = None, needs: tupl
 
 
 def _three_groups(draft: Draft) -> None:
-    draft.K = draft.H // 3 if draft.H % 3 == 0 else draft.H // 2
+    draft.K = max(1, draft.H // 3 if draft.H % 3 == 0 else draft.H // 2)
 
 
 def _one_key_head(draft: Draft) -> None:
@@ -283,25 +283,27 @@ def _mask_late(draft: Draft) -> None:
 # ---------------------------------------------------------------- masks as values
 
 
+def _dense(array: Any) -> Any:
+    from attention_ops.masks import Dense
+
+    return Dense(array)
+
+
 def _value_mask(draft: Draft, mask: Any, law: np.ndarray) -> None:
     draft.options["mask"], draft.law = mask, law
 
 
 @_ingredient(Feature.MASK)
 def _mask_static(draft: Draft) -> None:
-    from attention_ops.masks import Dense
-
     array = _scattered(draft, draft.B, 1, draft.T, draft.S)
     array[:, :, :, draft.S // 3 : 2 * draft.S // 3] &= np.arange(draft.T)[:, None] > draft.T // 2
-    _value_mask(draft, Dense(array), array)
+    _value_mask(draft, _dense(array), array)
 
 
 @_ingredient(Feature.MASK)
 def _mask_static_heads(draft: Draft) -> None:
-    from attention_ops.masks import Dense
-
     array = _scattered(draft, 1, draft.H, draft.T, draft.S)
-    _value_mask(draft, Dense(array), array)
+    _value_mask(draft, _dense(array), array)
 
 
 @_ingredient(Feature.MASK)
@@ -335,26 +337,26 @@ def _mask_chunked(draft: Draft) -> None:
 @_ingredient(Feature.MASK)
 def _mask_or(draft: Draft) -> None:
     """A window or the first keys (attention sinks as positions), and not one more key."""
-    from attention_ops.masks import Dense, Window
+    from attention_ops.masks import Window
 
     wide, first, draft.positional = draft.S // 5, draft.S // 8, True
     key = np.arange(draft.S)[None, :] + np.zeros((draft.T, 1), int)
     law = (((draft.distance <= 1) & (draft.distance >= -wide)) | (key < first)) & (key != draft.S // 2)
-    _value_mask(draft, (Window(wide, 1) | Dense(key < first)) & Dense(key != draft.S // 2), law)
+    _value_mask(draft, (Window(wide, 1) | _dense(key < first)) & _dense(key != draft.S // 2), law)
 
 
 @_ingredient(Feature.MASK)
 def _mask_not(draft: Draft) -> None:
     import jax.numpy as jnp
 
-    from attention_ops.masks import Dense, Segments, Window
+    from attention_ops.masks import Segments, Window
 
     blocked = ~_scattered(draft, draft.B, 1, draft.T, draft.S)
     ids = draft.rng.integers(-1, 8, (draft.B, draft.T)).astype(np.int32)
     key_ids = draft.rng.integers(-1, 8, (draft.B, draft.S)).astype(np.int32)
     same = (ids[:, None, :, None] == key_ids[:, None, None, :]) & (ids >= 0)[:, None, :, None]
     near, draft.positional = np.abs(draft.distance) <= 1, True
-    mask = ~(Dense(jnp.asarray(blocked)) | Window(1, 1)) & ~Segments(jnp.asarray(ids), jnp.asarray(key_ids))
+    mask = ~(_dense(jnp.asarray(blocked)) | Window(1, 1)) & ~Segments(jnp.asarray(ids), jnp.asarray(key_ids))
     _value_mask(draft, mask, ~(blocked | near) & ~same)
 
 

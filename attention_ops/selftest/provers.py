@@ -13,17 +13,15 @@ from typing import Any, Protocol
 
 import jax
 
-from attention_ops.api import plan
 from attention_ops.device import DeviceProfile
 from attention_ops.errors import NoRouteError
 from attention_ops.features import Feature
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl, Route
+from attention_ops.planner import make_plan
 from attention_ops.selftest import cases, numeric, refusals
 from attention_ops.selftest.cases import Case
 from attention_ops.selftest.results import CaseResult, Failure, ProofKind, Settings, Work
-
-CaseSource = Callable[[frozenset[Feature]], Sequence[Case]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +44,9 @@ class Subject:
 
 _PICKED = Feature.ALL - {Feature.WEIGHTS}
 """Asking for weights would leave an operation that picks others no choice."""
+
+
+CaseSource = Callable[[Subject], Sequence[Case]]
 
 
 class Prover(Protocol):
@@ -71,7 +72,7 @@ class Numeric:
 
     def obstacle(self, subject: Subject, device: DeviceProfile) -> str:
         first = ""
-        for case in cases.elsewhere(cases.make(())):
+        for case in cases.make(()).elsewhere():
             reason = _refusal(subject, case, numeric.Asks(False, False, False), device)
             if not reason:
                 return ""
@@ -81,21 +82,20 @@ class Numeric:
     def work(self, subject: Subject, source: CaseSource, settings: Settings, device: DeviceProfile) -> list[Work]:
         target, groups = subject.target, dict[Any, list[Case]]()
         exercised: set[Feature] = set()
-        for wanted in source(target.supports):
+        for wanted in source(subject):
             case = _taken(subject, wanted, device)
-            if case is None or (settings.cases and not {case.name, wanted.name} & set(settings.cases)):
+            if case is None:
                 continue
             asks = numeric.asks_of(case, target.supports)
             exercised |= numeric.spec_of(case, asks, subject.metadata).features
             problems = [case.problem(settings.seed, sample) for sample in range(case.samples)]
-            same = groups.setdefault((numeric.arguments(case, problems, target, asks).key, case.geometry in cases.TIMED), [])
+            same = groups.setdefault((numeric.arguments(case, problems, target, asks).key, _is_timed(subject, case)), [])
             same.extend([] if case in same else [case])
         runner = functools.partial(_run_group, subject, settings)
         work = [Work(tuple(case.name for case in group), functools.partial(runner, group)) for group in groups.values()]
-        if subject.route is not None:
+        if subject.route is not None and settings.declarations:
             work += _refusal_work(subject, subject.route, settings)
-            if not settings.cases:
-                work += _untested(subject, exercised, settings)
+            work += [] if settings.cases else _untested(subject, exercised, settings)
         return work
 
 
@@ -103,7 +103,7 @@ PROVERS: tuple[Prover, ...] = (Numeric(),)
 
 
 def compiler_options(settings: Settings) -> dict[str, Any]:
-    """Return XLA options that compile six times faster, for a quick run on CPU; a full run compiles as users do."""
+    """Return XLA options that compile six times faster, for a quick run on CPU. A full run compiles as users do."""
     return {} if settings.full else _fast_options()
 
 
@@ -127,25 +127,29 @@ def _fast_options() -> dict[str, Any]:
 
 
 def _refusal(subject: Subject, case: Case, asks: numeric.Asks, device: DeviceProfile) -> str:
-    call = numeric.call_options(case, case.problem(), asks)
-    metadata = numeric.metadata_for(subject.target, case.problem())
+    metadata = numeric.metadata_for(subject.target, case.sizes.blocks)
     try:
-        plan(subject.name, *call.arrays, device=device, metadata=metadata, **call.options)
+        make_plan((subject.name,), numeric.spec_of(case, asks, metadata), metadata, device)
     except NoRouteError as error:
         return "; ".join(line.strip() for line in str(error).splitlines()[1:])
     return ""
 
 
-def _taken(subject: Subject, case: Case, device: DeviceProfile) -> Case | None:
+def _taken(subject: Subject, wanted: Case, device: DeviceProfile) -> Case | None:
     """Return the case, at other sizes if the rules of the route ask for them, or None if the route never takes it."""
-    for candidate in cases.elsewhere(case):
-        asks = numeric.asks_of(candidate, subject.target.supports)
-        if not _refusal(subject, candidate, asks, device):
-            return candidate
-        spec = numeric.spec_of(candidate, asks, subject.metadata)
+    for case in wanted.elsewhere():
+        asks = numeric.asks_of(case, subject.target.supports)
+        if not _refusal(subject, case, asks, device):
+            return None if case.variant == "nan" and not cases.hides(case) else case
+        spec = numeric.spec_of(case, asks, subject.metadata)
         if subject.route is not None and spec.features - subject.route.declaration.supports:
             return None
     return None
+
+
+def _is_timed(subject: Subject, case: Case) -> bool:
+    """Whether to time a case against vanilla; it is then compiled as users compile."""
+    return subject.route is not None and case.geometry in cases.TIMED and not case.variant and not case.mode
 
 
 # ---------------------------------------------------------------- running them
@@ -153,7 +157,7 @@ def _taken(subject: Subject, case: Case, device: DeviceProfile) -> Case | None:
 
 def _run_group(subject: Subject, settings: Settings, group: Sequence[Case]) -> list[CaseResult]:
     """Compile once, run each."""
-    timed = group[0].geometry in cases.TIMED
+    timed = _is_timed(subject, group[0])
     options = {} if timed else compiler_options(settings)
     programs: dict[Any, Any] = {}
     results = []
@@ -169,7 +173,7 @@ def _run_group(subject: Subject, settings: Settings, group: Sequence[Case]) -> l
         except Exception as error:  # a kernel may raise anything: that is a verdict on it
             results.append(CaseResult(case.name, float("inf"), (_raised(subject, settings, case, error),)))
             continue
-        if timed and not case.variant:
+        if timed:
             call = functools.partial(once, programs[args.key], args)
         failures = tuple(_failure(subject, settings, case, check) for check in found if not check.passed)
         results.append(CaseResult(case.name, max(check.ratio for check in found), failures, call))

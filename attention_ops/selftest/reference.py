@@ -52,6 +52,7 @@ class Attention:
         logsumexp: over the allowed keys, without sinks, [B, T, H]; -inf where there is none.
         allowed: [B, H, T, S].
         sink_weights: the share of each sink in the softmax, [B, H, T, n].
+        largest_logit: the largest absolute logit that counts, before the cap or after the bias.
     """
 
     output: np.ndarray
@@ -59,7 +60,8 @@ class Attention:
     logsumexp: np.ndarray
     allowed: np.ndarray
     sink_weights: np.ndarray
-    _query: np.ndarray
+    largest_logit: float
+    _query: np.ndarray  # these three are [B, H, length, head dim], with one key/value head per query head
     _key: np.ndarray
     _value: np.ndarray
     _slope: np.ndarray
@@ -71,12 +73,11 @@ class Attention:
     def gradients(self, d_output: Any, d_logsumexp: np.ndarray | None = None, d_weights: np.ndarray | None = None) -> Gradients:
         """Pull cotangents back: d_output [B, T, H, Dv], d_logsumexp [B, T, H], d_weights [B, H, T, S]."""
         a, work = self._arithmetic, self._arithmetic.work
-        d_output = np.asarray(d_output).astype(work)
+        d_out = _swap(np.asarray(d_output).astype(work))
         kept = a.stored(self.weights * self._keep)
-        d_value = np.einsum("bhts,bthd->bshd", kept, d_output, optimize=True)
-        d_kept = np.einsum("bthd,bshd->bhts", d_output, self._value, optimize=True)
-        d_softmax = d_kept * self._keep
-        delta = np.einsum("bthd,bthd->bht", d_output, self.output)
+        d_value = kept.swapaxes(2, 3) @ d_out
+        d_softmax = (d_out @ self._value.swapaxes(2, 3)) * self._keep
+        delta = (d_out * _swap(self.output)).sum(-1)
         if d_weights is not None:
             d_softmax = d_softmax + d_weights.astype(work)
             delta = delta + (self.weights * d_weights.astype(work)).sum(-1)
@@ -85,14 +86,13 @@ class Attention:
             among_keys = np.where(self.allowed, _safe_divide(self.weights, self.weights.sum(-1, keepdims=True)), 0)
             d_biased = d_biased + among_keys * d_logsumexp.astype(work).swapaxes(1, 2)[..., None]
         d_logits = a.stored(d_biased * self._slope)
-        d_query = np.einsum("bhts,bshd->bthd", d_logits, self._key, optimize=True) * self._scale
-        d_key = np.einsum("bhts,bthd->bshd", d_logits, self._query, optimize=True) * self._scale
-        K = self._options["key_heads"]
-        bias, sinks = self._options.get("bias"), self._options.get("softmax_aux")
+        d_query = d_logits @ self._key * work.type(self._scale)
+        d_key = d_logits.swapaxes(2, 3) @ self._query * work.type(self._scale)
+        bias, sinks, K = self._options.get("bias"), self._options.get("softmax_aux"), self._options["key_heads"]
         return Gradients(
-            query=a.stored(d_query),
-            key=a.stored(_over_groups(d_key, K)),
-            value=a.stored(_over_groups(d_value, K)),
+            query=a.stored(_swap(d_query)),
+            key=a.stored(_over_groups(_swap(d_key), K)),
+            value=a.stored(_over_groups(_swap(d_value), K)),
             bias=None if bias is None else a.stored(_sum_to(d_biased, bias.shape), bias.dtype),
             sinks=None if sinks is None else a.stored(self.d_sinks(delta), sinks.dtype),
         )
@@ -167,15 +167,15 @@ def _evaluate(query: Any, key: Any, value: Any, options: Options, keep: np.ndarr
     S, K = key.shape[1:3]
     work = arithmetic.work
     allowed = visible(B, H, T, S, options)
-    sees = allowed.any(3).swapaxes(1, 2)[..., None]
+    sees = np.any(allowed, axis=3).swapaxes(1, 2)[..., None]
     seen = np.repeat(allowed.reshape(B, K, H // K, T, S).any((2, 3)), H // K, axis=1).swapaxes(1, 2)[..., None]
-    query = np.where(sees, query.astype(work), 0)
-    key, value = (np.where(seen, np.repeat(x.astype(work), H // K, axis=2), 0) for x in (key, value))
+    query = _swap(np.where(sees, query.astype(work), 0))
+    key, value = (_swap(np.where(seen, np.repeat(x.astype(work), H // K, axis=2), 0)) for x in (key, value))
 
     scale, cap, bias = options.get("softmax_scale"), options.get("logits_soft_cap"), options.get("bias")
     scale = D**-0.5 if scale is None else scale
-    logits = np.einsum("bthd,bshd->bhts", query, key, optimize=True) * work.type(scale)
-    slope = np.ones_like(logits)
+    logits = query @ key.swapaxes(2, 3) * work.type(scale)
+    slope, uncapped = np.ones_like(logits), np.abs(logits)
     if cap is not None:
         squashed = np.tanh(logits / work.type(cap))
         logits, slope = work.type(cap) * squashed, 1 - squashed**2
@@ -185,7 +185,7 @@ def _evaluate(query: Any, key: Any, value: Any, options: Options, keep: np.ndarr
 
     weights, sink_weights, logsumexp = _softmax(logits, allowed, _sinks(options.get("softmax_aux"), H, work))
     keep = np.ones_like(weights) if keep is None else keep.astype(work)
-    output = arithmetic.stored(np.einsum("bhts,bshd->bthd", arithmetic.stored(weights * keep), value, optimize=True))
+    output = arithmetic.stored(_swap(arithmetic.stored(weights * keep) @ value))
     return Attention(
         output=output,
         weights=weights,
@@ -196,11 +196,17 @@ def _evaluate(query: Any, key: Any, value: Any, options: Options, keep: np.ndarr
         _value=value,
         _slope=slope,
         sink_weights=sink_weights,
+        largest_logit=float(np.maximum(uncapped, np.abs(logits)).max(initial=0.0, where=weights > 0)),
         _keep=keep,
         _scale=float(scale),
         _options={**options, "key_heads": K},
         _arithmetic=arithmetic,
     )
+
+
+def _swap(x: np.ndarray) -> np.ndarray:
+    """Exchange the sequence and the head axis."""
+    return np.ascontiguousarray(x.swapaxes(1, 2))
 
 
 def _softmax(logits: np.ndarray, allowed: np.ndarray, sinks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

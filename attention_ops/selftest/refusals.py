@@ -7,17 +7,19 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from attention_ops.api import plan, record_plans
+from attention_ops.api import record_plans
 from attention_ops.device import DeviceProfile
 from attention_ops.errors import NoRouteError
 from attention_ops.features import Feature
+from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl, Route
-from attention_ops.planner import Plan
+from attention_ops.planner import Plan, make_plan
 from attention_ops.rules import Rule
 from attention_ops.selftest import cases, numeric
 from attention_ops.selftest.cases import GEOMETRIES, Case
 
-_PART = {INGREDIENT.feature: name for name in cases.ALONE for INGREDIENT in (cases.INGREDIENTS[name],)}
+_PART = {cases.INGREDIENTS[name].feature: name for name in cases.ALONE}
+_DEFAULT = OperationMetadata()
 
 
 def checks(operation: type[OperationImpl], route: Route, seed: int, compiler_options: Any) -> dict[str, Callable[[], str]]:
@@ -26,7 +28,9 @@ def checks(operation: type[OperationImpl], route: Route, seed: int, compiler_opt
     for feature in sorted(Feature.ALL - route.declaration.supports):
         probe = _probe(feature, route.declaration.supports)
         if probe is not None:
-            found[f"refuse/{feature.name.lower()}"] = _bound(_check_feature, operation, route, feature, *probe, seed, compiler_options)
+            found[f"refuse/{feature.name.lower()}"] = _bound(
+                _check_feature, operation, route, feature, *probe, seed, compiler_options
+            )
     for rule in route.declaration.rules:
         if (broken := _breaks(rule)) is not None:
             found[f"refuse/{type(rule).__name__}"] = _bound(_check_rule, operation, route, rule, *broken)
@@ -52,7 +56,13 @@ def _probe(feature: Feature, supports: frozenset[Feature]) -> tuple[Case, numeri
 
 
 def _check_feature(
-    operation: type[OperationImpl], route: Route, feature: Feature, case: Case, asks: numeric.Asks, seed: int, compiler_options: Any
+    operation: type[OperationImpl],
+    route: Route,
+    feature: Feature,
+    case: Case,
+    asks: numeric.Asks,
+    seed: int,
+    compiler_options: Any,
 ) -> str:
     reason = f"does not support {feature.value}"
     problem = case.problem(seed)
@@ -99,9 +109,9 @@ def _is_refused(name: str, reason: str, case: Case, asks: numeric.Asks, **settin
     return f"planned {chosen.route}, although it {reason}"
 
 
-def _plan(name: str, case: Case, asks: numeric.Asks, device: DeviceProfile | None = None, metadata: Any = None) -> Plan:
-    arguments = numeric.call_options(case, case.problem(), asks)
-    return plan(name, *arguments.arrays, device=device, metadata=metadata, **arguments.options)
+def _plan(name: str, case: Case, asks: numeric.Asks, device: DeviceProfile | None = None, **options: Any) -> Plan:
+    spec = numeric.spec_of(case, asks, _DEFAULT, **options)
+    return make_plan((name,), spec, _DEFAULT, device or DeviceProfile.current())
 
 
 def _names(text: str, route: str, reason: str) -> bool:
@@ -110,10 +120,9 @@ def _names(text: str, route: str, reason: str) -> bool:
 
 def _check_inactive_dropout(operation: type[OperationImpl]) -> str:
     """Dropout that is not active changes no plan."""
-    asks = numeric.Asks(False, False, False)
-    without = _plan(operation.name, cases.make(()), asks)
-    arguments = numeric.call_options(cases.make(()), cases.make(()).problem(), asks)
-    inactive = plan(operation.name, *arguments.arrays, **{**arguments.options, "dropout_prob": 0.3, "deterministic": True})
+    plain, asks = cases.make(()), numeric.Asks(False, False, False)
+    without = _plan(operation.name, plain, asks)
+    inactive = _plan(operation.name, plain, asks, dropout_prob=0.3, deterministic=True)
     return "" if inactive.route == without.route else f"{inactive.route} runs instead of {without.route}"
 
 
@@ -124,8 +133,8 @@ def _breaks(rule: Rule) -> tuple[str, Case, dict[str, Any]] | None:
     """Look for a request that breaks the rule; return its refusal, the case, and the device if that is what breaks it."""
     for case, device in _situations():
         asks = numeric.Asks(False, False, True)
-        spec = numeric.spec_of(case, asks)
-        reason = rule.check(spec, numeric.Target("", frozenset()).metadata, device)
+        spec = numeric.spec_of(case, asks, _DEFAULT)
+        reason = rule.check(spec, _DEFAULT, device)
         if reason is not None:
             return str(reason), case, {"device": device}
     return None

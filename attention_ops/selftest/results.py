@@ -14,11 +14,20 @@ ProofKind = Literal["numeric", "interpreter", "lowering", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a run is made. `rerun` are the arguments that load what was tested, for the reproduction lines."""
+    """How a run is made.
+
+    Attributes:
+        full: the whole grid, compiled as users compile.
+        seed: of all data.
+        cases: names of the only cases to run; none means the table.
+        declarations: also show that what a route does not declare goes elsewhere, and that all it declares was asked for.
+        rerun: the arguments that load what is tested, for the reproduction lines.
+    """
 
     full: bool = False
     seed: int = 0
     cases: tuple[str, ...] = ()
+    declarations: bool = True
     rerun: tuple[str, ...] = ()
 
     def reproduction(self, operation: str, case: str) -> str:

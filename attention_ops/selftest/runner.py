@@ -13,12 +13,10 @@ from typing import Any
 
 import attention_ops
 from attention_ops.device import DeviceProfile
-from attention_ops.features import Feature
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.registry import OperationRegistry
 from attention_ops.selftest import cases, numeric, provers
-from attention_ops.selftest.cases import Case
 from attention_ops.selftest.provers import CaseSource, Prover, Subject
 from attention_ops.selftest.results import CaseResult, Report, RouteReport, Settings, Work
 
@@ -42,9 +40,9 @@ class _Job:
 
 def run(
     operations: Iterable[str],
-    settings: Settings = Settings(),
+    settings: Settings,
     *,
-    metadata: OperationMetadata = OperationMetadata(),
+    metadata: OperationMetadata | None = None,
     source: CaseSource | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Report:
@@ -54,8 +52,7 @@ def run(
         operations: registered names.
         settings: how much, and with which seed.
         metadata: that of every call; cases add their block sizes.
-        source: the cases for a route that declares certain features. Default: `cases.quick` or `cases.full`, or those that
-            the settings name.
+        source: the cases for a subject. Default: those that the settings name, or `cases.quick` or `cases.full`.
         progress: called with cases done, cases in total, and the route that a case just finished on.
 
     Raises:
@@ -64,7 +61,9 @@ def run(
     """
     device = DeviceProfile.current()
     source = source or _source(settings)
-    subjects = [subject for name in operations for subject in _subjects(OperationRegistry.get(name), metadata)]
+    subjects = [
+        subject for name in operations for subject in _subjects(OperationRegistry.get(name), metadata or OperationMetadata())
+    ]
     jobs = [_job(subject, source, settings, device) for subject in subjects]
     _execute(jobs, progress)
     ratios = _time(jobs, settings)
@@ -73,10 +72,22 @@ def run(
 
 
 def _source(settings: Settings) -> CaseSource:
-    named = [cases.parse(name) for name in settings.cases if not name.startswith(("refuse/", "declared/", "inactive_"))]
+    named = [cases.parse(name) for name in settings.cases if not name.startswith(("refuse/", "inactive_"))]
     if settings.cases:
-        return lambda declared: [case for case in named if case.features <= declared]
-    return cases.full if settings.full else cases.quick
+        return lambda subject: [case for case in named if case.features <= subject.target.supports]
+    table = cases.full if settings.full else cases.quick
+    return lambda subject: table(subject.target.supports) if subject.route is not None else [*map(cases.parse, _PICKING)]
+
+
+_PICKING = (
+    "plain/small/float32",
+    "causal+gqa/small/bfloat16",
+    "mask_samples+bias_heads/small/float32",
+    "dropout+soft_cap/small/float32",
+    "segments+sinks+value_dim/small/float32/nan",
+    "causal+kv_lengths+gqa/long/float32",
+)
+"""Requests of several kinds and sizes, for an operation that picks others."""
 
 
 def _subjects(operation: type[OperationImpl], metadata: OperationMetadata) -> list[Subject]:
@@ -88,26 +99,9 @@ def _job(subject: Subject, source: CaseSource, settings: Settings, device: Devic
     for prover in provers.PROVERS:
         obstacle = prover.obstacle(subject, device)
         if not obstacle:
-            if subject.route is None and not settings.cases:
-                source = functools.partial(_picked, full=settings.full)
             return _Job(subject, prover, "", prover.work(subject, source, settings, device))
         reasons.append(obstacle)
     return _Job(subject, None, "; ".join(dict.fromkeys(reasons)), [])
-
-
-_PICKING = (
-    "plain/small/float32",
-    "causal+gqa/small/bfloat16",
-    "mask_samples+bias_heads/small/float32",
-    "dropout+soft_cap/small/float32",
-    "causal+gqa/long/float32",
-    "segments+sinks+value_dim/long/float32",
-)
-
-
-def _picked(supports: frozenset[Feature], full: bool) -> Sequence[Case]:
-    """Return requests of several kinds and sizes, for an operation that picks others."""
-    return [*map(cases.parse, _PICKING), *(cases.quick(supports - {Feature.DROPOUT}) if full else ())]
 
 
 # ---------------------------------------------------------------- execution
@@ -136,24 +130,23 @@ def _timed(work: Work) -> tuple[Sequence[CaseResult], float]:
 def _time(jobs: Sequence[_Job], settings: Settings) -> dict[int, float]:
     """Return, by job, its time over vanilla's on the same cases, compiled as users do and run one after the other."""
     calls = {(id(job), result.case): result.call for job in jobs for result in job.results if result.call is not None}
-    yardstick = next((id(job) for job in jobs if job.subject.name == f"{_YARDSTICK}/native"), 0)
-    for case in {case for _, case in calls} - {case for job, case in calls if job == yardstick}:
-        calls[yardstick, case] = _yardstick_call(case, settings)
-    seconds = {key: _best(call) for key, call in calls.items() if call is not None}
+    timed = {case for _, case in calls}
+    base = {id(job) for job in jobs if job.subject.name == f"{_YARDSTICK}/native"}
+    base_calls = {case: call for (job, case), call in calls.items() if job in base}
+    base_calls |= {case: _yardstick_call(case, settings) for case in timed - base_calls.keys()}
+    base_seconds = {case: _best(call) for case, call in base_calls.items()}
     sums: dict[int, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for (job, case), spent in seconds.items():
-        if (yardstick, case) in seconds:
-            sums[job][0] += spent
-            sums[job][1] += seconds[yardstick, case]
-    return {job: own / base for job, (own, base) in sums.items()}
+    for (job, case), call in calls.items():
+        sums[job][0] += base_seconds[case] if call is base_calls[case] else _best(call)
+        sums[job][1] += base_seconds[case]
+    return {job: own / other for job, (own, other) in sums.items()}
 
 
-def _yardstick_call(name: str, settings: Settings) -> Callable[[], Any] | None:
-    operation = OperationRegistry.get(_YARDSTICK)
-    case = cases.parse(name)
-    supports = operation.routes["native"].declaration.supports
-    target = numeric.Target(f"{_YARDSTICK}/native", supports)
-    asks = numeric.asks_of(case, supports)
+def _yardstick_call(name: str, settings: Settings) -> Callable[[], Any]:
+    """Compile vanilla for a case that it was not asked to prove."""
+    route = OperationRegistry.get(_YARDSTICK).routes["native"]
+    case, target = cases.parse(name), numeric.Target(route.name, route.declaration.supports)
+    asks = numeric.asks_of(case, target.supports)
     args = numeric.arguments(case, [case.problem(settings.seed)], target, asks)
     return functools.partial(provers.once, numeric.program(args.call, args.inputs, {}), args)
 

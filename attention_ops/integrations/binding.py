@@ -1,0 +1,157 @@
+"""What the integrations share: an implementation made callable, arrays made four-dimensional, Flax's kind of dropout."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from attention_ops import api
+from attention_ops.metadata import OperationMetadata
+from attention_ops.operation import OperationImpl
+from attention_ops.registry import OperationRegistry
+from attention_ops.request import AttentionOptions, AttentionOutput
+
+Attend = Callable[..., AttentionOutput]
+"""Called as `attend(query, key, value, **options)` in the layout and with the options of `attention_ops.attention`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """Attention by the operations of some names. As for an operation object, `ao.use` and the environment win over them."""
+
+    names: tuple[str, ...]
+    metadata: OperationMetadata
+    source: str
+
+    def __call__(self, query: Any, key: Any, value: Any, **options: Unpack[AttentionOptions]) -> AttentionOutput:
+        return api.dispatch(query, key, value, options, self.metadata, default=self.names, source=self.source)
+
+
+def bind(
+    implementation: Any, *, source: str, layer: int | str | None = None, metadata: OperationMetadata | None = None
+) -> Attend:
+    """Return the callable for a name, a chain of names, an operation, a model config, or None for "auto".
+
+    `source` is what plans say of where a name came from; `layer` picks one of a config's layers; `metadata` goes with names.
+
+    Raises:
+        TypeError: it is none of these, or `layer` or `metadata` is given where it means nothing.
+        UnknownOperationError: a name is not registered.
+    """
+    if implementation is None or isinstance(implementation, str | Sequence):
+        _only_with("a model config", layer=layer)
+        names = ("auto",) if implementation is None else named(implementation)
+        return Named(names, OperationMetadata() if metadata is None else metadata, source)
+    _only_with("names: an operation and a config have their own", metadata=metadata)
+    if isinstance(implementation, OperationImpl):
+        _only_with("a model config", layer=layer)
+        return implementation
+    from attention_ops.config import AttentionConfig, ConfiguredAttention
+
+    if isinstance(implementation, AttentionConfig):
+        return implementation.build(layer)
+    _only_with("a model config", layer=layer)
+    if isinstance(implementation, ConfiguredAttention):
+        return implementation
+    raise TypeError(
+        f"found {type(implementation).__name__}; allowed are an operation's name, a sequence of names, an operation, an "
+        "AttentionConfig or its build(), and None for 'auto'"
+    )
+
+
+def named(implementation: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the names as a tuple, each of them registered."""
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"found {implementation!r}; allowed is an operation's name or a non-empty sequence of names")
+    for name in names:
+        OperationRegistry.get(name.partition("/")[0])
+    return names
+
+
+def _only_with(what: str, **argument: Any) -> None:
+    ((name, value),) = argument.items()
+    if value is not None:
+        raise TypeError(f"{name}={value!r} goes with {what}; leave it out")
+
+
+def array(value: Any) -> Array:
+    """Return anything array-like as a JAX array."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def lifted(value: Any) -> Array:
+    """Return an array with leading axes of length 1 up to four, which is how numpy broadcasts it to [B, H, T, S]."""
+    value = array(value)
+    return value.reshape((1,) * (4 - value.ndim) + value.shape)
+
+
+def with_scale(query: Array, scale: Any) -> tuple[Array, float | None]:
+    """Return query and a static scale. A traced scale is multiplied into the query, which rounds once to its dtype."""
+    if not isinstance(scale, Tracer):
+        return query, scale
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    return (query.astype(wide) * scale.astype(wide)).astype(query.dtype), 1.0
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse an algorithm that a kernel cannot be told to use. Any other precision is the least asked for: ours is higher.
+
+    The routes of this package multiply float32 at full precision, and 16-bit floats exactly with float32 sums.
+    """
+    several = precision if isinstance(precision, tuple) else (precision,)
+    for one in several:
+        if isinstance(one, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+            raise ValueError(
+                f"precision={one} names an algorithm, which an attention kernel does not take; leave precision out: products of "
+                "float32 run at full precision here, those of 16-bit floats with float32 sums"
+            )
+
+
+def shared_dropout(
+    weights: Float[Array, "B H T S"], value: Float[Array, "B S K Dv"], probability: float, rng: Any, dtype: Any
+) -> Float[Array, "B T H Dv"]:
+    """Return (weights with dropout) @ value, one draw for all batch rows and heads: Flax's `broadcast_dropout`.
+
+    The draw is Flax's and ejkernel's own, bit for bit. Keys without any weight are left out, whatever they hold.
+    """
+    B, H, T, S = weights.shape
+    K = value.shape[2]
+    keep = jax.random.bernoulli(rng, 1.0 - probability, (1, 1, T, S))
+    kept = jnp.where(keep, weights / (1.0 - probability), 0).reshape(B, K, H // K, T, S)
+    seen = jnp.any(weights.reshape(B, K, -1, S) > 0, axis=2).swapaxes(1, 2)[..., None]
+    value = jnp.where(seen, value.astype(weights.dtype), 0)
+    output = jnp.einsum("bkgts,bskd->btkgd", kept, value, precision=jax.lax.Precision.HIGHEST)
+    return output.reshape(B, T, H, -1).astype(dtype)
+
+
+def check_dropout(probability: float, rng: Any, names: tuple[str, str]) -> None:
+    """Raise ValueError for a probability outside [0, 1) or a missing key, by the framework's `names` for the two."""
+    if not 0.0 <= probability < 1.0:
+        raise ValueError(f"{names[0]} is {probability}; allowed is 0 <= p < 1")
+    if rng is None:
+        raise ValueError(f"{names[0]} is {probability} and dropout is active, so {names[1]} must be a jax.random key")
+
+
+def flat_batch(value: Array, batch: tuple[int, ...]) -> Array:
+    """Merge the leading axes, which broadcast to `batch`, into one: length 1 where none of them varies."""
+    inner = 3  # heads, rows, columns
+    value = value.reshape((1,) * (len(batch) + inner - value.ndim) + value.shape)
+    lead, rest = value.shape[: len(batch)], value.shape[len(batch) :]
+    if all(size == 1 for size in lead):
+        return value.reshape(1, *rest)
+    return jnp.broadcast_to(value, (*batch, *rest)).reshape(math.prod(batch), *rest)
+
+
+def as_bool(mask: Any) -> Array:
+    """Return a mask of 0 and 1 as booleans."""
+    mask = array(mask)
+    return mask if mask.dtype == np.bool_ else mask != 0
