@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: selftest selftest-full test lint types unit doctest bench docs-tables clean
+.PHONY: selftest selftest-full test lint types unit docs doctest bench docs-tables clean
 .DELETE_ON_ERROR:
 
 selftest: $(VENV)/.package
@@ -14,7 +14,7 @@ selftest: $(VENV)/.package
 selftest-full: $(VENV)/.package
 	$(BIN)/python -m attention_ops.selftest --full
 
-test: $(VENV)/.tests lint types unit
+test: $(VENV)/.tests lint types docs doctest unit
 
 lint: $(VENV)/.tests
 	$(BIN)/ruff format --check .
@@ -25,6 +25,12 @@ types: $(VENV)/.tests
 
 unit: $(VENV)/.tests
 	$(BIN)/pytest -n 2 --durations=10
+
+doctest: $(VENV)/.tests
+	$(BIN)/pytest --doctest-modules attention_ops
+
+docs: $(VENV)/.tests
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.package
 	$(BIN)/python -m attention_ops.bench

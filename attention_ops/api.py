@@ -21,7 +21,7 @@ from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe
 from attention_ops.errors import FallbackWarning, NoRouteError, UnknownOperationError
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
-from attention_ops.planner import Plan, make_plan
+from attention_ops.planner import Chain, Plan, make_plan
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
 from attention_ops.sharding import run_sharded
@@ -180,7 +180,7 @@ def record_plans() -> Iterator[list[Plan]]:
 
 
 def _names(impl: Impl) -> tuple[str, ...]:
-    names = (impl,) if isinstance(impl, str) else tuple(impl) if isinstance(impl, Sequence) else ()
+    names = (impl,) if isinstance(impl, str) else Chain(impl) if isinstance(impl, Sequence) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"impl is {impl!r}; allowed is an operation name or a non-empty sequence of names")
     return names

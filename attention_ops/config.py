@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
+from typing import Annotated, Any, Literal, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,11 @@ from attention_ops import api, masks
 from attention_ops.config_errors import Place, Schema, sentences, shown
 from attention_ops.errors import ConfigError, UnknownOperationError, did_you_mean
 from attention_ops.metadata import FallbackPolicy, OperationMetadata
+from attention_ops.planner import Chain, Plan
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput
 from attention_ops.sharding import DEFAULT_AXES
 from attention_ops.yamlio import dump, read
-
-if TYPE_CHECKING:
-    from attention_ops.planner import Plan
 
 ONE_KIND = "all"
 """The kind of every layer of a config without `layer_types`."""
@@ -294,7 +292,7 @@ class AttentionConfig(LayerConfig):
         facts, names = self.layer(layer), self.kinds
         kind = next((kind for kind, found in self.layer_types.items() if found is facts), None)
         return ConfiguredAttention(
-            operation=(facts.operation,) if isinstance(facts.operation, str) else facts.operation,
+            operation=(facts.operation,) if isinstance(facts.operation, str) else Chain(facts.operation),
             facts=facts,
             metadata=dataclasses.replace(OperationMetadata.from_config(self), mesh=mesh),
             source=f"config {self.name}" + (f", {kind} layers" if kind and len(names) > 1 else ""),

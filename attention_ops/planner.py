@@ -16,6 +16,16 @@ from attention_ops.rules import Reason
 from attention_ops.sharding import layout, local_spec
 
 
+class Chain(tuple[str, ...]):
+    """Names that are to be tried, in order, and no others: the declared fallbacks are left out, even of a single name."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chain) and tuple.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash((Chain, *self))
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """One candidate route: accepted, or refused with all its reasons."""
@@ -55,7 +65,7 @@ class Plan:
     @property
     def is_fallback(self) -> bool:
         """Whether one name was asked for and another operation runs."""
-        return len(self.requested) == 1 and not _same_operation(self.requested[0], self.operation)
+        return not _is_chain(self.requested) and not _same_operation(self.requested[0], self.operation)
 
     @functools.cached_property
     def reasons(self) -> str:
@@ -117,6 +127,10 @@ def _table(plan: Plan) -> list[str]:
     return lines
 
 
+def _is_chain(requested: tuple[str, ...]) -> bool:
+    return len(requested) > 1 or isinstance(requested, Chain)
+
+
 def _same_operation(requested: str, operation: str) -> bool:
     cls = registry.OperationRegistry.get(requested.partition("/")[0])
     return cls.name == operation or not cls.routes
@@ -129,7 +143,7 @@ def make_plan(
     device: DeviceProfile,
     source: str = "",
 ) -> Plan:
-    """Plan a request. One name is followed by its declared fallbacks; several names are the whole chain.
+    """Plan a request. One name is followed by its declared fallbacks; several names, or a `Chain`, are all that is tried.
 
     A name is an operation ("flash"), an alias, or a single route ("flash/native"). Cached.
 
@@ -193,7 +207,7 @@ def _expand(requested: tuple[str, ...], spec: RequestSpec, metadata: OperationMe
     names: list[str] = []
     for name in requested:
         operation = registry.OperationRegistry.get(name.partition("/")[0])
-        if not operation.routes or (len(requested) == 1 and "/" not in name):
+        if not operation.routes or not (_is_chain(requested) or "/" in name):
             names += operation.candidates(spec, metadata, device)
         else:
             names.append(name)

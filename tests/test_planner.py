@@ -132,6 +132,10 @@ def test_a_chain_replaces_the_declared_fallbacks():
     assert plan.route == "vanilla/native"
     assert [decision.route for decision in plan.decisions] == ["cudnn_flash", "vanilla/native"]
     assert not plan.is_fallback
+    for one in (["cudnn_flash"], ("cudnn_flash",)):
+        with pytest.raises(ao.NoRouteError, match="no route of cudnn_flash takes this request on cpu"):
+            ao.plan(one, *_shapes(), device="cpu")
+    assert ao.plan("cudnn_flash", *_shapes(), device="cpu").route == "flash/native"
     with pytest.raises(ao.NoRouteError, match="no route of cudnn_flash > sdpa takes this request on cpu") as error:
         ao.plan(["cudnn_flash", "sdpa"], *_shapes(), device="cpu", logits_soft_cap=5.0)
     assert "sdpa/native: does not support logits_soft_cap" in str(error.value)

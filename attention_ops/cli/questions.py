@@ -38,7 +38,8 @@ class Question:
         spec = make_request(*self.arrays, self.options, self.metadata).spec
         try:
             if names is not None:
-                plan = api.plan(names, *self.arrays, device=device, metadata=self.metadata, **self.options)
+                impl = names if len(names) > 1 else names[0]
+                plan = api.plan(impl, *self.arrays, device=device, metadata=self.metadata, **self.options)
             else:
                 plan = api.plan_dispatch(
                     *self.arrays, self.options, self.metadata, device, default=self.default, source=self.source

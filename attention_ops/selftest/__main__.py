@@ -53,11 +53,12 @@ def main(
         given: dict[str, Any] = {}
         if config is not None:
             configured, given = _configured(config, cases)
-            names = tuple(name for name in configured if not operations or name in names)
+            names = tuple(name for name in configured if names is None or name in names)
         with report.progress(sys.stderr) as progress:
             found = runner.run(names, settings, progress=progress, **given)
         if not any(route.cases or route.status != "passed" for route in found.routes):
-            raise click.UsageError(f"no route of {', '.join(names)} takes the case {', '.join(cases)}")
+            what = f"the case {', '.join(cases)}" if cases else f"a case of {config}"
+            raise click.UsageError(f"no route of {', '.join(operations) or 'any operation'} takes {what}")
         if json_file is not None:
             pathlib.Path(json_file).write_text(json.dumps(found.to_dict(), indent=2) + "\n")
     report.show(found, sys.stdout)
@@ -98,11 +99,11 @@ def _load(module: str) -> None:
         raise click.UsageError(f"--load {module} cannot be imported: {type(error).__name__}: {error}") from None
 
 
-def _known(operations: tuple[str, ...]) -> tuple[str, ...]:
+def _known(operations: tuple[str, ...]) -> tuple[str, ...] | None:
     from attention_ops.registry import OperationRegistry
 
-    found = [OperationRegistry.get(name).name for name in operations] or OperationRegistry.names()
-    return tuple(dict.fromkeys(found))
+    found = tuple(dict.fromkeys(OperationRegistry.get(name).name for name in operations))
+    return found or None
 
 
 def _configured(path: str, cases: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:

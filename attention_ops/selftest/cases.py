@@ -1,4 +1,4 @@
-"""The table of cases: which calls prove a route. The tests use the same table.
+"""Cases: one call each, with its data and its law.
 
 A case is a name. `causal+gqa/tiles/bfloat16/nan` is: the ingredients causal and gqa, the sizes called tiles, a dtype, and hidden
 keys and rows filled with NaN. Any combination of known words is a case, so whatever failed can be run again by its name.
@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from attention_ops.errors import did_you_mean
@@ -21,6 +22,8 @@ from attention_ops.selftest import reference
 from attention_ops.selftest.ingredients import INGREDIENTS, Draft, Ingredient
 
 DTYPES = ("float32", "bfloat16", "float16")
+WIDE = "float64"
+"""Also a dtype where JAX_ENABLE_X64 is set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +174,7 @@ def _drawn(case: Case, seed: int, sample: int) -> Problem:
         value = np.broadcast_to(np.eye(S, Dv)[None, :, None, :] * (1 + 0.25 * head), value.shape)
     law = dict(draft.options) if draft.law is None else {**draft.options, "mask": draft.law}
     d_output = draft.normal(B, T, H, Dv, center=0.5)
-    d_logsumexp, d_weights = draft.normal(B, T, H), draft.normal(B, H, T, S)
+    d_logsumexp, d_weights = (draft.normal(*x).astype(reference.softmax_dtype(draft.dtype)) for x in ((B, T, H), (B, H, T, S)))
     query, key, value, d_output = (x.astype(draft.dtype) for x in (query, key, value, d_output))
     if case.variant == "nan":
         query, key, value = _poisoned(query, key, value, reference.visible(B, H, T, S, law))
@@ -210,7 +213,8 @@ def parse(name: str) -> Case:
         if part not in INGREDIENTS:
             raise UnknownCaseError(f"no case ingredient is named {part!r} in {name!r}.{did_you_mean(part, INGREDIENTS)}")
     found: dict[str, str] = {}
-    tables = (("geometry", GEOMETRIES), ("dtype", DTYPES), ("variant", VARIANTS), ("mode", MODES))
+    dtypes = (*DTYPES, WIDE) if jax.config.jax_enable_x64 else DTYPES
+    tables = (("geometry", GEOMETRIES), ("dtype", dtypes), ("variant", VARIANTS), ("mode", MODES))
     for word in words:
         field = next((field for field, table in tables if word in table and field not in found), None)
         if field is None:
@@ -224,150 +228,3 @@ def make(parts: Iterable[str], geometry: str = "small", dtype: str = "float32", 
     """Return a case, its ingredients in the order of the table."""
     chosen = set(parts)
     return Case(tuple(name for name in INGREDIENTS if name in chosen), geometry, dtype, variant, mode)
-
-
-def restricted(case: Case, declared: frozenset[Feature]) -> Case:
-    """Return the case without the ingredients whose feature is not declared."""
-    kept = [item for item in case.ingredients if item.feature is None or item.feature in declared]
-    names = {item.name for item in kept}
-    kept = [item for item in kept if not item.needs or any(INGREDIENTS[n].feature in _features(names) for n in item.needs)]
-    return make((item.name for item in kept), case.geometry, case.dtype, case.variant, case.mode)
-
-
-def _features(names: Iterable[str]) -> set[Feature | None]:
-    return {INGREDIENTS[name].feature for name in names}
-
-
-# ---------------------------------------------------------------- the table
-
-ALONE = (
-    "causal",
-    "window",
-    "segments",
-    "lengths",
-    "mask",
-    "bias",
-    "sinks",
-    "soft_cap",
-    "gqa",
-    "value_dim",
-    "dropout",
-)
-"""One ingredient per feature. An offset is nothing without a position, so it comes as causal+offset or window+offset."""
-
-PAIRED = (
-    ("causal+offset_rows+segments+lengths+mask_shared+sinks+value_dim", "tiles", "float32"),
-    ("causal+window+mask_samples+bias_heads+soft_cap+gqa", "tiles", "bfloat16"),
-    ("window_open+kv_lengths+mask_heads+bias_keys+sinks_many+value_narrow", "tiles", "float16"),
-    ("window_int+offset_traced+segments_mixed+mask_2d+sinks_shared+soft_cap+mqa", "tiles", "float32"),
-    ("segments+q_lengths+mask_keys+bias_float32+soft_cap+gqa+value_dim", "tiles", "bfloat16"),
-    ("causal+offset+segments+mask_prefix+bias_shared+gqa", "tiles", "float32"),
-)
-"""Every pair of features is in one of these; without what a route does not declare they still cover the pairs it does."""
-
-OTHERS = (
-    ("mask_static+bias_2d+sinks", "square", "float32"),
-    ("mask_or+bias_blocks+soft_cap", "tiles", "float16"),
-    ("mask_not+bias_head_keys+gqa", "square", "float32"),
-    ("causal+window_left+mask_chunked+scale", "tiles", "bfloat16"),
-    ("causal+offset_negative", "small", "float32"),
-    ("causal+kv_lengths+gqa", "decode", "float32"),
-    ("mask_late", "decode_long", "float32"),
-    ("causal", "one_head", "float32"),
-    ("plain", "odd", "float32"),
-    ("causal+bias_lowest", "small", "float16"),
-    ("sinks_strong", "small", "float32"),
-    ("plain", "deep", "bfloat16", "large"),
-    ("causal+kv_lengths+gqa", "long", "float32"),
-)
-
-IN_MODES = (
-    ("plain", "bare"),
-    ("plain", "forward"),
-    ("causal+bias_heads+gqa", "eager"),
-    ("causal+mask_samples+bias_heads", "vmap"),
-    ("window+sinks+gqa", "vmap_grad"),
-    ("lengths+soft_cap+gqa", "remat"),
-)
-
-TIMED = ("long",)
-"""Sizes at which a route is timed against vanilla."""
-
-
-def quick(declared: frozenset[Feature]) -> list[Case]:
-    """Return the cases of the quick run for a route that declares these features."""
-    cases = [make(()), *(make(part for part in parts) for parts in _alone(declared, ALONE))]
-    cases += [parse("/".join(row)) for row in (*PAIRED, *OTHERS)]
-    cases += [make(_split(parts), mode=mode) for parts, mode in IN_MODES]
-    cases += [make(_split("dropout+window+lengths+mask_samples+bias_heads+soft_cap+gqa"), dtype="bfloat16")]
-    cases += [make(_split("dropout+causal+offset+segments+sinks+value_dim"))]
-    cases += [make(("sinks",), dtype="bfloat16", variant="cancel")]
-    return _applicable(cases, declared)
-
-
-def full(declared: frozenset[Feature]) -> list[Case]:
-    """Return the whole grid."""
-    cases = quick(declared)
-    every = [name for name, item in INGREDIENTS.items() if item.feature is not Feature.OFFSET]
-    for parts in [(), *_alone(declared, every)]:
-        cases += [*(make(parts, "small", dtype) for dtype in DTYPES), make(parts, "tiles")]
-    for one, other in itertools.combinations(_alone(declared, ALONE), 2):
-        cases += [make({*one, *other}, "tiles"), make({*one, *other}, "small", "bfloat16")]
-    for geometry, dtype in itertools.product(GEOMETRIES, DTYPES[:2]):
-        cases += [make(_split(parts), geometry, dtype) for parts in ("plain", "causal+gqa", "kv_lengths+bias_heads+soft_cap")]
-    for (parts, *_), mode in itertools.product(PAIRED, MODES):
-        cases.append(make(_split(parts), mode=mode))
-    for dtype, parts in itertools.product(("bfloat16", "float16"), ("sinks", "sinks_many", "sinks_shared")):
-        cases.append(make((parts,), "aligned", dtype, "cancel"))
-    cases += [make((), "deep", dtype, "large") for dtype in DTYPES]
-    return _applicable(cases, declared)
-
-
-def _split(parts: str) -> tuple[str, ...]:
-    return () if parts == "plain" else tuple(parts.split("+"))
-
-
-def _alone(declared: frozenset[Feature], names: Iterable[str]) -> list[tuple[str, ...]]:
-    rows = [(name,) for name in names if INGREDIENTS[name].feature is None or INGREDIENTS[name].feature in declared]
-    position = next((name for name in ("causal", "window") if INGREDIENTS[name].feature in declared), None)
-    if Feature.OFFSET in declared and position is not None:
-        rows += [
-            (position, name) for name, item in INGREDIENTS.items() if item.feature is Feature.OFFSET and _wanted(name, names)
-        ]
-    return rows
-
-
-def _wanted(offset: str, names: Iterable[str]) -> bool:
-    return offset == "offset" or len(list(names)) > len(ALONE)
-
-
-_HIDING = frozenset({Feature.MASK, Feature.SEGMENTS, Feature.LENGTHS, Feature.OFFSET})
-_POSITIONAL = frozenset({Feature.CAUSAL, Feature.WINDOW})
-_ORDINARY = ("small", "tiles", "square")
-
-
-def _applicable(cases: Iterable[Case], declared: frozenset[Feature]) -> list[Case]:
-    """Return the cases as far as the features allow, each once, those that hide keys or rows also with NaN there."""
-    kept: dict[Case, None] = {}
-    seen: set[Case] = set()
-    for wanted in cases:
-        case = restricted(wanted, declared)
-        kind = dataclasses.replace(case, geometry="small") if case.geometry in _ORDINARY else case
-        if not _about(wanted) <= declared or (case != wanted and kind in seen):
-            continue
-        seen.add(kind)
-        kept[case] = None
-        if hides(case) and not case.variant and not case.mode and case.geometry not in TIMED:
-            kept[dataclasses.replace(case, variant="nan")] = None
-    return list(kept)
-
-
-def hides(case: Case) -> bool:
-    """Whether keys or rows are hidden from all, so that they can be filled with NaN."""
-    shifted = case.sizes.T != case.sizes.S and bool(case.features & _POSITIONAL)
-    return bool(case.features & _HIDING) or "bias_blocks" in case.parts or shifted
-
-
-def _about(case: Case) -> frozenset[Feature]:
-    """Return the features without which a case has no point."""
-    return frozenset({Feature.SINKS} if case.variant == "cancel" else {Feature.DROPOUT} & case.features)

@@ -1,9 +1,8 @@
-"""The numeric proof: run a case on a route and hold what comes back to the law."""
+"""The numeric proof of one case: run it and hold what comes back to the law."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,36 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attention_ops.api import attention
 from attention_ops.features import Feature
-from attention_ops.masks import Mask
-from attention_ops.metadata import BlockSizes, OperationMetadata
 from attention_ops.operation import Tolerance
-from attention_ops.request import RequestSpec, make_request
 from attention_ops.selftest import dropout, reference
+from attention_ops.selftest.calls import DIFFERENTIABLE, MAPPED, Arguments, Asks, Target, arguments
 from attention_ops.selftest.cases import Case, Problem
-
-_DIFFERENTIABLE = ("bias", "softmax_aux")
-_MAPPED = {"vmap": ("query", "bias"), "vmap_grad": ("query", "key", "value", "bias", "softmax_aux")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """What is proven: the name under which it is called, and what it declares."""
-
-    impl: str | tuple[str, ...]
-    supports: frozenset[Feature]
-    tolerance: Tolerance = Tolerance()
-    metadata: OperationMetadata = OperationMetadata()
-
-
-@dataclasses.dataclass(frozen=True)
-class Asks:
-    """What a call asks for beyond its output."""
-
-    logsumexp: bool
-    weights: bool
-    gradients: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,153 +41,6 @@ class Check:
         return f"{self.quantity} is off by {self.error:.3g}, allowed is {self.bound:.3g}"
 
 
-def asks_of(case: Case, supports: frozenset[Feature]) -> Asks:
-    """Ask for all that the route declares, except where the case is about not asking."""
-    bare = case.mode == "bare"
-    trained_bias = Feature.BIAS_GRADIENT in supports or Feature.BIAS not in case.features
-    return Asks(
-        logsumexp=Feature.LOGSUMEXP in supports and not bare,
-        weights=Feature.WEIGHTS in supports and not bare,
-        gradients=Feature.GRADIENT in supports and trained_bias and case.mode not in ("forward", "eager"),
-    )
-
-
-# ---------------------------------------------------------------- the call
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Everything that decides which program is compiled, other than shapes."""
-
-    impl: str | tuple[str, ...]
-    metadata: OperationMetadata
-    static: tuple[tuple[str, Any], ...]
-    asks: Asks
-    mode: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The arguments of one call: `inputs` are differentiated, `traced` are run-time data, `cotangents` come back."""
-
-    call: _Call
-    inputs: dict[str, Any]
-    traced: dict[str, Any]
-    cotangents: tuple[Any, Any, Any]
-
-    @property
-    def key(self) -> Any:
-        """What two calls have in common that share a program."""
-        leaves, tree = jax.tree_util.tree_flatten((self.inputs, self.traced, self.cotangents))
-        return self.call, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-
-
-def abstract_options(case: Case, problem: Problem, asks: Asks) -> dict[str, Any]:
-    """Return the options of a call with shapes for arrays, for planning."""
-    static, traced, differentiable = split_options(problem.options)
-    if Feature.DROPOUT in case.features:
-        traced["dropout_rng"] = jax.random.PRNGKey(0)
-    traced = jax.tree_util.tree_map(_shape_of, {**traced, **differentiable})
-    wanted = {"return_logsumexp": asks.logsumexp, "return_weights": asks.weights, "differentiable": asks.gradients}
-    return {**static, **traced, **wanted}
-
-
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def spec_of(case: Case, asks: Asks, metadata: OperationMetadata, **changes: Any) -> RequestSpec:
-    """Return the facts of a case's request; `changes` replace options."""
-    problem = case.problem()
-    query, key, value = map(_shape_of, (problem.query, problem.key, problem.value))
-    return make_request(query, key, value, {**abstract_options(case, problem, asks), **changes}, metadata).spec
-
-
-def metadata_for(target: Target, blocks: tuple[int | None, int | None]) -> OperationMetadata:
-    if blocks == (None, None):
-        return target.metadata
-    return dataclasses.replace(target.metadata, block_sizes=BlockSizes(*blocks))
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the options that are static, run-time data, and differentiable."""
-    static: dict[str, Any] = {}
-    traced: dict[str, Any] = {}
-    differentiable: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in _DIFFERENTIABLE:
-            differentiable[name] = value
-        elif isinstance(value, np.ndarray | np.generic | Mask | jax.Array):
-            traced[name] = value
-        else:
-            static[name] = value
-    return static, traced, differentiable
-
-
-def arguments(case: Case, problems: Sequence[Problem], target: Target, asks: Asks) -> Arguments:
-    """Return the arguments of a case; in the vmap modes arrays of several samples are stacked."""
-    problem = problems[0]
-    static, traced, _ = split_options(problem.options)
-    traced = jax.tree_util.tree_map(jnp.asarray, traced)
-    if Feature.DROPOUT in case.features:
-        traced["dropout_rng"] = jax.random.PRNGKey(0)
-    mapped = _MAPPED.get(case.mode, ())
-    inputs: dict[str, Any] = {}
-    for name in ("query", "key", "value", *_DIFFERENTIABLE):
-        samples = [_array(one, name) for one in problems]
-        if samples[0] is not None:
-            inputs[name] = jnp.stack([jnp.asarray(x) for x in samples]) if name in mapped else jnp.asarray(samples[0])
-    wanted = (("d_output", True), ("d_logsumexp", asks.logsumexp), ("d_weights", asks.weights))
-    cotangents = []
-    for name, asked in wanted:
-        samples = [jnp.asarray(getattr(one, name)) for one in problems]
-        cotangents.append(None if not asked else jnp.stack(samples) if mapped else samples[0])
-    call = _Call(target.impl, metadata_for(target, case.sizes.blocks), tuple(sorted(static.items())), asks, case.mode)
-    return Arguments(call, inputs, traced, tuple(cotangents))  # type: ignore[arg-type]
-
-
-def _array(problem: Problem, name: str) -> Any:
-    return problem.options.get(name) if name in _DIFFERENTIABLE else getattr(problem, name)
-
-
-def _evaluate(call: _Call, inputs: dict[str, Any], traced: dict[str, Any], cotangents: tuple[Any, Any, Any]) -> Any:
-    """Return (output, logsumexp, weights) and the gradients of the inputs, or None for these."""
-
-    def forward(inputs: dict[str, Any]) -> Any:
-        out = attention(
-            **inputs,
-            **traced,
-            **dict(call.static),
-            impl=call.impl,
-            metadata=call.metadata,
-            return_logsumexp=call.asks.logsumexp,
-            return_weights=call.asks.weights,
-            differentiable=call.asks.gradients,
-        )
-        return out.attention_outputs, out.logsumexp, out.attention_weights
-
-    run: Any = jax.checkpoint(forward) if call.mode == "remat" else forward
-    if call.mode == "vmap":
-        run = jax.vmap(forward, in_axes=(_axes(inputs, call.mode),))
-    if not call.asks.gradients:
-        return run(inputs), None
-    results, pull_back = jax.vjp(run, inputs)
-    return results, pull_back(cotangents)[0]
-
-
-def _axes(inputs: Mapping[str, Any], mode: str) -> dict[str, int | None]:
-    return {name: 0 if name in _MAPPED[mode] else None for name in inputs}
-
-
-def program(call: _Call, inputs: Mapping[str, Any], compiler_options: Mapping[str, Any]) -> Any:
-    """Return the function of (inputs, traced, cotangents) that runs a call, compiled unless the case is about eager calls."""
-    evaluate: Any = functools.partial(_evaluate, call)
-    if call.mode == "vmap_grad":
-        evaluate = jax.vmap(evaluate, in_axes=(_axes(inputs, call.mode), None, 0))
-    return evaluate if call.mode == "eager" else jax.jit(evaluate, compiler_options=dict(compiler_options) or None)
-
-
 # ---------------------------------------------------------------- what should come back
 
 
@@ -223,19 +50,20 @@ class _Expected:
     def __init__(self, case: Case, problems: Sequence[Problem], asks: Asks, keep: np.ndarray | None = None):
         self.case = case
         self.samples: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
-        self.largest_logit = 0.0
+        self.rounding = 0.0
         for index in range(len(problems)):
             problem = mixed(case, problems, index)
             arrays = (problem.query, problem.key, problem.value, problem.law, keep)
             law, plain = reference.attention(*arrays), reference.plain(*arrays)
             self.samples.append((_quantities(law, problem, asks), _quantities(plain, problem, asks)))
-            self.largest_logit = max(self.largest_logit, law.largest_logit)
+            epsilon = reference.epsilon(reference.softmax_dtype(problem.query.dtype))
+            self.rounding = max(self.rounding, epsilon * law.largest_logit)
 
     def quantities(self) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """Yield each quantity by name, as the law and as the plain computation have it."""
         for name in self.samples[0][0]:
             law, plain = ([sample[which][name] for sample in self.samples] for which in (0, 1))
-            if self.case.mode == "vmap" and name.startswith("d_") and name[2:] not in _MAPPED["vmap"]:
+            if self.case.mode == "vmap" and name.startswith("d_") and name[2:] not in MAPPED["vmap"]:
                 yield name, sum(law), sum(plain)  # type: ignore[misc]
             elif len(law) > 1:
                 yield name, np.stack(law), np.stack(plain)
@@ -247,8 +75,8 @@ def mixed(case: Case, problems: Sequence[Problem], index: int) -> Problem:
     """Return sample `index`: its own mapped arrays and cotangents, all else from the first sample."""
     if index == 0:
         return problems[0]
-    first, own, mapped = problems[0], problems[index], _MAPPED[case.mode]
-    law = {**first.law, **{name: own.law[name] for name in _DIFFERENTIABLE if name in mapped and name in own.law}}
+    first, own, mapped = problems[0], problems[index], MAPPED[case.mode]
+    law = {**first.law, **{name: own.law[name] for name in DIFFERENTIABLE if name in mapped and name in own.law}}
     arrays = {name: getattr(own, name) for name in ("query", "key", "value") if name in mapped}
     return dataclasses.replace(
         first, **arrays, law=law, d_output=own.d_output, d_logsumexp=own.d_logsumexp, d_weights=own.d_weights
@@ -291,13 +119,13 @@ def _expected(case: Case, problems: Sequence[Problem], asks: Asks, seed: int) ->
 # ---------------------------------------------------------------- the verdict
 
 
-def compare(got: Any, law: np.ndarray, plain: np.ndarray, multiple: float, largest_logit: float = 0.0) -> tuple[float, float]:
+def compare(got: Any, law: np.ndarray, plain: np.ndarray, multiple: float, rounding: float) -> tuple[float, float]:
     """Return the largest error, and its bound: `multiple` times the error of the plain computation.
 
-    That error may be small by luck, so it counts as at least one rounding of the result, and as one rounding of the largest
-    logit in float32, which the exponential passes on.
+    That error may be small by luck, so it counts as at least one rounding of the result, and as `rounding` relative to it: one
+    rounding of the largest logit, which the exponential passes on.
     """
-    dtype = np.dtype(got.dtype)
+    rounding = max(reference.epsilon(got.dtype), rounding)
     got = np.asarray(got).astype(np.float64)
     finite = np.isfinite(law)
     if got.shape != law.shape or not np.array_equal(got[~finite], law[~finite]):
@@ -306,14 +134,12 @@ def compare(got: Any, law: np.ndarray, plain: np.ndarray, multiple: float, large
         return 0.0, 0.0
     wrong = np.abs(got[finite] - law[finite])
     error = float("inf") if np.isnan(wrong).any() else float(wrong.max())
-    rounding = max(reference.epsilon(dtype), reference.epsilon(np.float32) * largest_logit)
     yard = float(np.abs(plain.astype(np.float64)[finite] - law[finite]).max())
     return error, multiple * max(yard, rounding * float(np.abs(law[finite]).max()))
 
 
-def run(case: Case, target: Target, seed: int, compiled: Mapping[Any, Any], asks: Asks | None = None) -> list[Check]:
+def run(case: Case, target: Target, seed: int, compiled: Mapping[Any, Any], asks: Asks) -> list[Check]:
     """Run a case and return a check per quantity. `compiled` maps the key of the arguments to a program that takes them."""
-    asks = asks or asks_of(case, target.supports)
     problems = [case.problem(seed, sample) for sample in range(case.samples)]
     args = arguments(case, problems, target, asks)
     call = compiled[args.key]
@@ -331,7 +157,7 @@ def _checks(results: Any, gradients: Any, expected: _Expected, tolerance: Tolera
     checks = []
     for name, law, plain in expected.quantities():
         multiple = tolerance.gradient if name.startswith("d_") else tolerance.forward
-        checks.append(Check(name, *compare(got[name], law, plain, multiple, expected.largest_logit)))
+        checks.append(Check(name, *compare(got[name], law, plain, multiple, expected.rounding)))
     return checks
 
 

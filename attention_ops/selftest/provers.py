@@ -19,7 +19,7 @@ from attention_ops.features import Feature
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl, Route
 from attention_ops.planner import make_plan
-from attention_ops.selftest import cases, numeric, refusals
+from attention_ops.selftest import calls, cases, numeric, refusals, table
 from attention_ops.selftest.cases import Case
 from attention_ops.selftest.results import CaseResult, Failure, ProofKind, Settings, Work
 
@@ -37,9 +37,9 @@ class Subject:
         return self.operation.name if self.route is None else self.route.name
 
     @property
-    def target(self) -> numeric.Target:
+    def target(self) -> calls.Target:
         supports = _PICKED if self.route is None else self.route.declaration.supports
-        return numeric.Target(self.name, supports, self.operation.tolerance, self.metadata)
+        return calls.Target(self.name, supports, self.operation.tolerance, self.metadata)
 
 
 _PICKED = Feature.ALL - {Feature.WEIGHTS}
@@ -73,7 +73,7 @@ class Numeric:
     def obstacle(self, subject: Subject, device: DeviceProfile) -> str:
         first = ""
         for case in cases.make(()).elsewhere():
-            reason = _refusal(subject, case, numeric.Asks(False, False, False), device)
+            reason = _refusal(subject, case, calls.Asks(False, False, False), device)
             if not reason:
                 return ""
             first = first or reason
@@ -86,10 +86,10 @@ class Numeric:
             case = _taken(subject, wanted, device)
             if case is None:
                 continue
-            asks = numeric.asks_of(case, target.supports)
-            exercised |= numeric.spec_of(case, asks, subject.metadata).features
+            asks = calls.asks_of(case, target.supports)
+            exercised |= calls.spec_of(case, asks, subject.metadata).features
             problems = [case.problem(settings.seed, sample) for sample in range(case.samples)]
-            same = groups.setdefault((numeric.arguments(case, problems, target, asks).key, _is_timed(subject, case)), [])
+            same = groups.setdefault((calls.arguments(case, problems, target, asks).key, _is_timed(subject, case)), [])
             same.extend([] if case in same else [case])
         runner = functools.partial(_run_group, subject, settings)
         work = [Work(tuple(case.name for case in group), functools.partial(runner, group)) for group in groups.values()]
@@ -126,22 +126,22 @@ def _fast_options() -> dict[str, Any]:
 # ---------------------------------------------------------------- which cases
 
 
-def _refusal(subject: Subject, case: Case, asks: numeric.Asks, device: DeviceProfile) -> str:
-    metadata = numeric.metadata_for(subject.target, case.sizes.blocks)
+def _refusal(subject: Subject, case: Case, asks: calls.Asks, device: DeviceProfile) -> str:
+    metadata = calls.metadata_for(subject.target, case.sizes.blocks)
     try:
-        make_plan((subject.name,), numeric.spec_of(case, asks, metadata), metadata, device)
+        make_plan((subject.name,), calls.spec_of(case, asks, metadata), metadata, device)
     except NoRouteError as error:
-        return "; ".join(line.strip() for line in str(error).splitlines()[1:])
+        return "; ".join(line.strip().removeprefix(f"{subject.name}: ") for line in str(error).splitlines()[1:])
     return ""
 
 
 def _taken(subject: Subject, wanted: Case, device: DeviceProfile) -> Case | None:
     """Return the case, at other sizes if the rules of the route ask for them, or None if the route never takes it."""
     for case in wanted.elsewhere():
-        asks = numeric.asks_of(case, subject.target.supports)
+        asks = calls.asks_of(case, subject.target.supports)
         if not _refusal(subject, case, asks, device):
-            return None if case.variant == "nan" and not cases.hides(case) else case
-        spec = numeric.spec_of(case, asks, subject.metadata)
+            return None if case.variant == "nan" and not table.hides(case) else case
+        spec = calls.spec_of(case, asks, subject.metadata)
         if subject.route is not None and spec.features - subject.route.declaration.supports:
             return None
     return None
@@ -149,7 +149,7 @@ def _taken(subject: Subject, wanted: Case, device: DeviceProfile) -> Case | None
 
 def _is_timed(subject: Subject, case: Case) -> bool:
     """Whether to time a case against vanilla; it is then compiled as users compile."""
-    return subject.route is not None and case.geometry in cases.TIMED and not case.variant and not case.mode
+    return subject.route is not None and case.geometry in table.TIMED and not case.variant and not case.mode
 
 
 # ---------------------------------------------------------------- running them
@@ -163,12 +163,12 @@ def _run_group(subject: Subject, settings: Settings, group: Sequence[Case]) -> l
     results = []
     for case in group:
         target, call = subject.target, None
-        asks = numeric.asks_of(case, target.supports)
+        asks = calls.asks_of(case, target.supports)
         try:
             problems = [case.problem(settings.seed, sample) for sample in range(case.samples)]
-            args = numeric.arguments(case, problems, target, asks)
+            args = calls.arguments(case, problems, target, asks)
             if args.key not in programs:
-                programs[args.key] = numeric.program(args.call, args.inputs, options)
+                programs[args.key] = calls.program(args.call, args.inputs, options)
             found = numeric.run(case, target, settings.seed, programs, asks)
         except Exception as error:  # a kernel may raise anything: that is a verdict on it
             results.append(CaseResult(case.name, float("inf"), (_raised(subject, settings, case, error),)))
@@ -180,7 +180,7 @@ def _run_group(subject: Subject, settings: Settings, group: Sequence[Case]) -> l
     return results
 
 
-def once(program: Any, args: numeric.Arguments) -> None:
+def once(program: Any, args: calls.Arguments) -> None:
     jax.block_until_ready(program(args.inputs, args.traced, args.cotangents))
 
 
@@ -202,7 +202,7 @@ def _explained(subject: Subject, settings: Settings, case: Case, quantity: str, 
 
 
 def _refusal_work(subject: Subject, route: Route, settings: Settings) -> list[Work]:
-    checks = refusals.checks(subject.operation, route, settings.seed, compiler_options(settings))
+    checks = refusals.Refusals(subject.operation, route, settings.seed, compiler_options(settings)).checks()
     return [
         Work((name,), functools.partial(_run_check, subject, settings, name, check))
         for name, check in checks.items()

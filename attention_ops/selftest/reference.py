@@ -111,10 +111,16 @@ def attention(query: Any, key: Any, value: Any, options: Options, keep: np.ndarr
 def plain(query: Any, key: Any, value: Any, options: Options, keep: np.ndarray | None = None) -> Attention:
     """Return the result of the plain low-precision computation: the yardstick of tolerances.
 
-    Dense, sums and softmax in float32, probabilities and results rounded to the dtype of the query.
+    Dense, sums and softmax in float32 or wider, probabilities and results rounded to the dtype of the query.
     """
-    arithmetic = Arithmetic(np.dtype(np.float32), np.asarray(query).dtype)
+    dtype = np.asarray(query).dtype
+    arithmetic = Arithmetic(softmax_dtype(dtype), dtype)
     return _evaluate(query, key, value, options, keep, arithmetic)
+
+
+def softmax_dtype(dtype: Any) -> np.dtype:
+    """Return the dtype of softmax and sums for inputs of a dtype."""
+    return np.promote_types(dtype, np.float32)
 
 
 def epsilon(dtype: Any) -> float:

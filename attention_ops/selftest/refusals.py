@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from attention_ops.api import record_plans
@@ -15,38 +16,81 @@ from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl, Route
 from attention_ops.planner import Plan, make_plan
 from attention_ops.rules import Rule
-from attention_ops.selftest import cases, numeric
+from attention_ops.selftest import calls, cases, numeric, table
 from attention_ops.selftest.cases import GEOMETRIES, Case
 
-_PART = {cases.INGREDIENTS[name].feature: name for name in cases.ALONE}
+_PART = {cases.INGREDIENTS[name].feature: name for name in table.ALONE}
 _DEFAULT = OperationMetadata()
 
 
-def checks(operation: type[OperationImpl], route: Route, seed: int, compiler_options: Any) -> dict[str, Callable[[], str]]:
-    """Return, by case name, functions that answer with what is wrong, or with nothing."""
-    found: dict[str, Callable[[], str]] = {}
-    for feature in sorted(Feature.ALL - route.declaration.supports):
-        probe = _probe(feature, route.declaration.supports)
-        if probe is not None:
-            found[f"refuse/{feature.name.lower()}"] = _bound(
-                _check_feature, operation, route, feature, *probe, seed, compiler_options
-            )
-    for rule in route.declaration.rules:
-        if (broken := _breaks(rule)) is not None:
-            found[f"refuse/{type(rule).__name__}"] = _bound(_check_rule, operation, route, rule, *broken)
-    if Feature.DROPOUT not in route.declaration.supports:
-        found["inactive_dropout"] = _bound(_check_inactive_dropout, operation)
-    return found
+@dataclasses.dataclass(frozen=True)
+class Refusals:
+    """What one route must not be given. Each check answers with what is wrong, or with nothing."""
+
+    operation: type[OperationImpl]
+    route: Route
+    seed: int
+    compiler_options: Mapping[str, Any] = dataclasses.field(hash=False)
+
+    def checks(self) -> dict[str, Callable[[], str]]:
+        """Return the checks by case name."""
+        found: dict[str, Callable[[], str]] = {}
+        for feature in sorted(Feature.ALL - self.route.declaration.supports):
+            found[f"refuse/{feature.name.lower()}"] = functools.partial(self.feature, feature)
+        for rule in self.route.declaration.rules:
+            if (broken := _breaks(rule)) is not None:
+                reason, case, device = broken
+                name = f"refuse/{type(rule).__name__}"
+                check = functools.partial(_is_refused, self.route.name, reason, case, calls.Asks(False, False, True), device)
+                found[f"{name}-{len(found)}" if name in found else name] = check
+        if Feature.DROPOUT not in self.route.declaration.supports:
+            found["inactive_dropout"] = self.inactive_dropout
+        return found
+
+    def feature(self, feature: Feature) -> str:
+        """A request with a feature that is not declared goes elsewhere, with that reason, and comes back right."""
+        name, reason = self.route.name, f"does not support {feature.value}"
+        case, asks = _probe(feature, self.route.declaration.supports)
+        if wrong := _is_refused(name, reason, case, asks):
+            return wrong
+        try:
+            chosen = _plan(self.operation.name, case, asks)
+        except NoRouteError as error:
+            said = any(name in line and reason in line for line in str(error).splitlines())
+            return "" if said else f"the error does not say that {name} {reason}: {error}"
+        if chosen.route == name:
+            return f"{self.operation.name} planned {name}, which {reason}"
+        decision = next((d for d in chosen.decisions if d.route == name), None)
+        if decision is not None and not any(str(found).startswith(reason) for found in decision.reasons):
+            return f"the plan does not say that {name} {reason}:\n{chosen}"
+        return self._runs_elsewhere(case, asks, chosen)
+
+    def _runs_elsewhere(self, case: Case, asks: calls.Asks, chosen: Plan) -> str:
+        """Make the call by the name of the operation: the route of the plan must run, and give what the law gives."""
+        metadata = dataclasses.replace(_DEFAULT, fallback="silent")
+        target = calls.Target(self.operation.name, Feature.ALL, chosen.implementation.tolerance, metadata)
+        args = calls.arguments(case, [case.problem(self.seed)], target, asks)
+        program = calls.program(args.call, args.inputs, self.compiler_options)
+        with record_plans() as plans:
+            found = numeric.run(case, target, self.seed, {args.key: program}, asks)
+        ran = {made.route for made in plans}
+        if ran != {chosen.route}:
+            return f"the call ran {', '.join(sorted(ran)) or 'nothing'}, the plan says {chosen.route}"
+        wrong = [check.sentence for check in found if not check.passed]
+        return "; ".join(f"{chosen.route} ran instead, and {sentence}" for sentence in wrong)
+
+    def inactive_dropout(self) -> str:
+        """Dropout that is not active changes no plan."""
+        plain, asks = cases.make(()), calls.Asks(False, False, False)
+        without = _plan(self.operation.name, plain, asks)
+        inactive = _plan(self.operation.name, plain, asks, dropout_prob=0.3, deterministic=True)
+        return "" if inactive.route == without.route else f"{inactive.route} runs instead of {without.route}"
 
 
-def _bound(function: Callable[..., str], *args: Any) -> Callable[[], str]:
-    return lambda: function(*args)
-
-
-def _probe(feature: Feature, supports: frozenset[Feature]) -> tuple[Case, numeric.Asks] | None:
+def _probe(feature: Feature, supports: frozenset[Feature]) -> tuple[Case, calls.Asks]:
     """Return a request that needs the feature and, as far as possible, nothing else that is not declared."""
     gradients = feature in (Feature.GRADIENT, Feature.BIAS_GRADIENT)
-    asks = numeric.Asks(feature is Feature.LOGSUMEXP, feature is Feature.WEIGHTS, gradients)
+    asks = calls.Asks(feature is Feature.LOGSUMEXP, feature is Feature.WEIGHTS, gradients)
     if feature is Feature.OFFSET:
         position = "window" if Feature.WINDOW in supports and Feature.CAUSAL not in supports else "causal"
         return cases.make((position, "offset")), asks
@@ -55,88 +99,28 @@ def _probe(feature: Feature, supports: frozenset[Feature]) -> tuple[Case, numeri
     return cases.make((_PART[feature],) if feature in _PART else ()), asks
 
 
-def _check_feature(
-    operation: type[OperationImpl],
-    route: Route,
-    feature: Feature,
-    case: Case,
-    asks: numeric.Asks,
-    seed: int,
-    compiler_options: Any,
-) -> str:
-    reason = f"does not support {feature.value}"
-    problem = case.problem(seed)
-    if wrong := _is_refused(route.name, reason, case, asks):
-        return wrong
+def _is_refused(name: str, reason: str, case: Case, asks: calls.Asks, device: DeviceProfile | None = None) -> str:
     try:
-        chosen = _plan(operation.name, case, asks)
-    except NoRouteError as error:
-        return "" if _names(str(error), route.name, reason) else f"the error does not say that {route.name} {reason}: {error}"
-    if chosen.route == route.name:
-        return f"{operation.name} planned {route.name}, which {reason}"
-    decision = next((d for d in chosen.decisions if d.route == route.name), None)
-    if decision is not None and not any(str(found).startswith(reason) for found in decision.reasons):
-        return f"the plan does not say that {route.name} {reason}:\n{chosen}"
-    return _runs_elsewhere(operation, route, case, problem, asks, seed, compiler_options)
-
-
-def _runs_elsewhere(
-    operation: type[OperationImpl],
-    route: Route,
-    case: Case,
-    problem: cases.Problem,
-    asks: numeric.Asks,
-    seed: int,
-    compiler_options: Any,
-) -> str:
-    """Make the call by the name of the operation: another route must run, and give what the law gives."""
-    target = numeric.Target(operation.name, Feature.ALL, operation.tolerance)
-    target = dataclasses.replace(target, metadata=dataclasses.replace(target.metadata, fallback="silent"))
-    args = numeric.arguments(case, [problem], target, asks)
-    with record_plans() as plans:
-        found = numeric.run(case, target, seed, {args.key: numeric.program(args.call, args.inputs, compiler_options)}, asks)
-    if not plans or any(made.route == route.name for made in plans):
-        return f"the call ran {', '.join(made.route for made in plans) or 'nothing'}, not another route"
-    wrong = [check for check in found if not check.passed]
-    return "; ".join(f"{plans[0].route} ran instead, and {check.sentence}" for check in wrong)
-
-
-def _is_refused(name: str, reason: str, case: Case, asks: numeric.Asks, **settings: Any) -> str:
-    try:
-        chosen = _plan(name, case, asks, **settings)
+        chosen = _plan(name, case, asks, device)
     except NoRouteError as error:
         return "" if reason in str(error) else f"the refusal does not say {reason!r}: {error}"
-    return f"planned {chosen.route}, although it {reason}"
+    return f"planned {chosen.route}, although: {reason}"
 
 
-def _plan(name: str, case: Case, asks: numeric.Asks, device: DeviceProfile | None = None, **options: Any) -> Plan:
-    spec = numeric.spec_of(case, asks, _DEFAULT, **options)
+def _plan(name: str, case: Case, asks: calls.Asks, device: DeviceProfile | None = None, **options: Any) -> Plan:
+    spec = calls.spec_of(case, asks, _DEFAULT, **options)
     return make_plan((name,), spec, _DEFAULT, device or DeviceProfile.current())
-
-
-def _names(text: str, route: str, reason: str) -> bool:
-    return any(route in line and reason in line for line in text.splitlines())
-
-
-def _check_inactive_dropout(operation: type[OperationImpl]) -> str:
-    """Dropout that is not active changes no plan."""
-    plain, asks = cases.make(()), numeric.Asks(False, False, False)
-    without = _plan(operation.name, plain, asks)
-    inactive = _plan(operation.name, plain, asks, dropout_prob=0.3, deterministic=True)
-    return "" if inactive.route == without.route else f"{inactive.route} runs instead of {without.route}"
 
 
 # ---------------------------------------------------------------- rules
 
 
-def _breaks(rule: Rule) -> tuple[str, Case, dict[str, Any]] | None:
-    """Look for a request that breaks the rule; return its refusal, the case, and the device if that is what breaks it."""
+def _breaks(rule: Rule) -> tuple[str, Case, DeviceProfile] | None:
+    """Look for a request, or a device, that breaks the rule; return the refusal too."""
     for case, device in _situations():
-        asks = numeric.Asks(False, False, True)
-        spec = numeric.spec_of(case, asks, _DEFAULT)
-        reason = rule.check(spec, _DEFAULT, device)
+        reason = rule.check(calls.spec_of(case, calls.Asks(False, False, True), _DEFAULT), _DEFAULT, device)
         if reason is not None:
-            return str(reason), case, {"device": device}
+            return str(reason), case, device
     return None
 
 
@@ -148,9 +132,3 @@ def _situations() -> Iterator[tuple[Case, DeviceProfile]]:
     old = {"compute_capability": (7, 0)} if here.platform == "cuda" else {}
     for changes in (old, {"cudnn_version": None}, {"jax_version": (0, 4, 0)}):
         yield cases.make(()), dataclasses.replace(here, **changes)
-
-
-def _check_rule(
-    operation: type[OperationImpl], route: Route, rule: Rule, reason: str, case: Case, settings: dict[str, Any]
-) -> str:
-    return _is_refused(route.name, reason, case, numeric.Asks(False, False, True), **settings)

@@ -16,7 +16,7 @@ from attention_ops.device import DeviceProfile
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.registry import OperationRegistry
-from attention_ops.selftest import cases, numeric, provers
+from attention_ops.selftest import calls, cases, provers, table
 from attention_ops.selftest.provers import CaseSource, Prover, Subject
 from attention_ops.selftest.results import CaseResult, Report, RouteReport, Settings, Work
 
@@ -39,7 +39,7 @@ class _Job:
 
 
 def run(
-    operations: Iterable[str],
+    operations: Iterable[str] | None,
     settings: Settings,
     *,
     metadata: OperationMetadata | None = None,
@@ -49,10 +49,10 @@ def run(
     """Prove every route of these operations.
 
     Args:
-        operations: registered names.
+        operations: registered names. None is all, and the plug-ins that could not be imported are listed too.
         settings: how much, and with which seed.
         metadata: that of every call; cases add their block sizes.
-        source: the cases for a subject. Default: those that the settings name, or `cases.quick` or `cases.full`.
+        source: the cases for a subject. Default: those that the settings name, or `table.quick` or `table.full`.
         progress: called with cases done, cases in total, and the route that a case just finished on.
 
     Raises:
@@ -61,13 +61,15 @@ def run(
     """
     device = DeviceProfile.current()
     source = source or _source(settings)
-    subjects = [
-        subject for name in operations for subject in _subjects(OperationRegistry.get(name), metadata or OperationMetadata())
-    ]
+    names = OperationRegistry.names() if operations is None else operations
+    metadata = metadata or OperationMetadata()
+    subjects = [subject for name in names for subject in _subjects(OperationRegistry.get(name), metadata)]
     jobs = [_job(subject, source, settings, device) for subject in subjects]
     _execute(jobs, progress)
     ratios = _time(jobs, settings)
     reports = [_verdict(job, settings, ratios.get(id(job))) for job in jobs]
+    broken = OperationRegistry.unavailable() if operations is None else {}
+    reports += [RouteReport(name, name, "unavailable", "none", reason=error) for name, error in broken.items()]
     return Report(attention_ops.__version__, str(device), tuple(report for report in reports if report is not None))
 
 
@@ -75,8 +77,8 @@ def _source(settings: Settings) -> CaseSource:
     named = [cases.parse(name) for name in settings.cases if not name.startswith(("refuse/", "inactive_"))]
     if settings.cases:
         return lambda subject: [case for case in named if case.features <= subject.target.supports]
-    table = cases.full if settings.full else cases.quick
-    return lambda subject: table(subject.target.supports) if subject.route is not None else [*map(cases.parse, _PICKING)]
+    grid = table.full if settings.full else table.quick
+    return lambda subject: grid(subject.target.supports) if subject.route is not None else [*map(cases.parse, _PICKING)]
 
 
 _PICKING = (
@@ -129,14 +131,14 @@ def _timed(work: Work) -> tuple[Sequence[CaseResult], float]:
 
 def _time(jobs: Sequence[_Job], settings: Settings) -> dict[int, float]:
     """Return, by job, its time over vanilla's on the same cases, compiled as users do and run one after the other."""
-    calls = {(id(job), result.case): result.call for job in jobs for result in job.results if result.call is not None}
-    timed = {case for _, case in calls}
+    timed = {(id(job), result.case): result.call for job in jobs for result in job.results if result.call is not None}
+    names = {case for _, case in timed}
     base = {id(job) for job in jobs if job.subject.name == f"{_YARDSTICK}/native"}
-    base_calls = {case: call for (job, case), call in calls.items() if job in base}
-    base_calls |= {case: _yardstick_call(case, settings) for case in timed - base_calls.keys()}
+    base_calls = {case: call for (job, case), call in timed.items() if job in base}
+    base_calls |= {case: _yardstick_call(case, settings) for case in names - base_calls.keys()}
     base_seconds = {case: _best(call) for case, call in base_calls.items()}
     sums: dict[int, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
-    for (job, case), call in calls.items():
+    for (job, case), call in timed.items():
         sums[job][0] += base_seconds[case] if call is base_calls[case] else _best(call)
         sums[job][1] += base_seconds[case]
     return {job: own / other for job, (own, other) in sums.items()}
@@ -145,10 +147,10 @@ def _time(jobs: Sequence[_Job], settings: Settings) -> dict[int, float]:
 def _yardstick_call(name: str, settings: Settings) -> Callable[[], Any]:
     """Compile vanilla for a case that it was not asked to prove."""
     route = OperationRegistry.get(_YARDSTICK).routes["native"]
-    case, target = cases.parse(name), numeric.Target(route.name, route.declaration.supports)
-    asks = numeric.asks_of(case, target.supports)
-    args = numeric.arguments(case, [case.problem(settings.seed)], target, asks)
-    return functools.partial(provers.once, numeric.program(args.call, args.inputs, {}), args)
+    case, target = cases.parse(name), calls.Target(route.name, route.declaration.supports)
+    asks = calls.asks_of(case, target.supports)
+    args = calls.arguments(case, [case.problem(settings.seed)], target, asks)
+    return functools.partial(provers.once, calls.program(args.call, args.inputs, {}), args)
 
 
 def _best(call: Callable[[], Any]) -> float:

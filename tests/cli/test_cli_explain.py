@@ -193,7 +193,13 @@ def test_float64_is_planned_as_float64(cli):
 def test_list_names_routes_features_and_why_not_here(cli):
     lines = cli("list").stdout.splitlines()
     rows = {row[0]: row for row in (re.split(r"  +", line) for line in lines)}
-    assert rows["blocksparse"] == ["blocksparse", "splash", "native", "yes", "all but dropout, weights"]
+    assert rows["blocksparse"] == [
+        "blocksparse",
+        "splash, autoregressive_decodeattn",
+        "native",
+        "yes",
+        "all but dropout, weights",
+    ]
     assert rows["cudnn_flash"][3] == "no: has no route for cpu, only for cuda"
     assert rows["vanilla"][-1] == "everything"
     assert "available on h100" in cli("list", "--device", "h100").stdout
@@ -202,7 +208,7 @@ def test_list_names_routes_features_and_why_not_here(cli):
 def test_list_as_json(cli):
     found = json.loads(cli("list", "--json", "--device", "a100").stdout)
     cudnn = next(entry for entry in found["operations"] if entry["name"] == "cudnn_flash")
-    assert (cudnn["available"], cudnn["runs"], cudnn["aliases"]) == (True, "cudnn_flash/cuda", ["cudnn"])
+    assert (cudnn["available"], cudnn["runs"], cudnn["aliases"]) == (True, "cudnn_flash/cuda", ["cudnn", "cuda_flash_attn2"])
     assert "CAUSAL" in cudnn["routes"][0]["supports"]
     assert "dtype bfloat16 or float16" in cudnn["routes"][0]["limits"]
     assert found["unavailable"] == {}

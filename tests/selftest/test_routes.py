@@ -11,7 +11,7 @@ from planted import Right
 
 from attention_ops import Feature, OperationImpl, forward, rules
 from attention_ops.rules import Reason
-from attention_ops.selftest import cases, provers, runner
+from attention_ops.selftest import provers, runner, table
 from attention_ops.selftest.results import CaseResult, Settings, Work
 
 QUICK = Settings()
@@ -113,8 +113,8 @@ def mine(registry, monkeypatch):
     """Register them, and keep the table short: what is tested here is what the runner makes of it."""
     for cls in MINE:
         registry.register(cls)
-    for table, kept in (("OTHERS", 0), ("IN_MODES", 2)):
-        monkeypatch.setattr(cases, table, getattr(cases, table)[:kept])
+    for name, kept in (("OTHERS", 0), ("IN_MODES", 2)):
+        monkeypatch.setattr(table, name, getattr(table, name)[:kept])
 
 
 def _cases(monkeypatch, name, settings=QUICK):
@@ -203,6 +203,17 @@ def test_a_further_kind_of_proof_can_be_added(mine, monkeypatch):
     monkeypatch.setattr(provers, "PROVERS", (*provers.PROVERS, Lowering()))
     route = runner.run(["mine_elsewhere"], QUICK).routes[0]
     assert (route.status, route.proof, route.cases, route.max_error) == ("passed", "lowering", 1, 0.5)
+
+
+def test_a_broken_plug_in_is_listed(mine, monkeypatch):
+    monkeypatch.setattr(runner.OperationRegistry, "names", lambda: ("mine_elsewhere",))
+    monkeypatch.setattr(runner.OperationRegistry, "unavailable", lambda: {"theirs": "ImportError: no such module"})
+    report = runner.run(None, QUICK)
+    assert [(route.route, route.status) for route in report.routes] == [
+        ("mine_elsewhere/tpu", "unavailable"),
+        ("theirs", "unavailable"),
+    ]
+    assert report.routes[1].reason == "ImportError: no such module"
 
 
 def test_progress_counts_cases(mine):

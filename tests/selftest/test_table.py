@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attention_ops import Feature
-from attention_ops.selftest import cases, reference
+from attention_ops.selftest import cases, reference, table
 from attention_ops.selftest.cases import INGREDIENTS, parse
 
 _ASKED = {Feature.BIAS_GRADIENT, Feature.WEIGHTS, Feature.LOGSUMEXP, Feature.GRADIENT}
@@ -16,7 +16,7 @@ _ASKED = {Feature.BIAS_GRADIENT, Feature.WEIGHTS, Feature.LOGSUMEXP, Feature.GRA
 
 
 def test_quick_has_each_feature_alone_and_every_pair():
-    names = cases.quick(Feature.ALL)
+    names = table.quick(Feature.ALL)
     alone = {frozenset(case.features) for case in names}
     wanted = Feature.ALL - _ASKED
     assert {frozenset({feature}) for feature in wanted - {Feature.OFFSET}} <= alone
@@ -27,7 +27,7 @@ def test_quick_has_each_feature_alone_and_every_pair():
 
 @pytest.mark.parametrize("declared", [{Feature.CAUSAL, Feature.GQA}, {Feature.BIAS, Feature.SINKS, Feature.VALUE_DIM}, set()])
 def test_a_route_gets_no_case_that_it_does_not_declare_but_all_pairs_it_does(declared):
-    names = cases.quick(frozenset(declared))
+    names = table.quick(frozenset(declared))
     assert all(case.features <= declared for case in names)
     assert set(itertools.combinations(sorted(declared), 2)) <= {
         pair for case in names for pair in itertools.combinations(sorted(case.features), 2)
@@ -36,7 +36,7 @@ def test_a_route_gets_no_case_that_it_does_not_declare_but_all_pairs_it_does(dec
 
 
 def test_full_has_more():
-    quick, full = set(cases.quick(Feature.ALL)), set(cases.full(Feature.ALL))
+    quick, full = set(table.quick(Feature.ALL)), set(table.full(Feature.ALL))
     assert quick < full
     assert {part for case in full for part in case.parts} == set(INGREDIENTS)
     pairs = {(frozenset(case.features), case.dtype) for case in full}
@@ -45,7 +45,7 @@ def test_full_has_more():
         assert (frozenset({Feature.SEGMENTS}), dtype) in pairs
 
 
-@pytest.mark.parametrize("case", cases.quick(Feature.ALL), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", table.quick(Feature.ALL), ids=lambda case: case.name)
 def test_names_lead_back(case):
     assert parse(case.name) == case
 
@@ -90,7 +90,7 @@ def test_every_ingredient_bites(name):
         assert np.abs(law.output - without.output).max() > 0.05
 
 
-@pytest.mark.parametrize("case", [case for case in cases.quick(Feature.ALL) if case.variant == "nan"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in table.quick(Feature.ALL) if case.variant == "nan"], ids=lambda case: case.name)
 def test_most_rows_see_something_and_something_is_hidden(case):
     problem = case.problem()
     B, T, H, _ = problem.query.shape
