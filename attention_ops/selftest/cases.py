@@ -22,8 +22,6 @@ from attention_ops.selftest import reference
 from attention_ops.selftest.ingredients import INGREDIENTS, Draft, Ingredient
 
 DTYPES = ("float32", "bfloat16", "float16")
-WIDE = "float64"
-"""Also a dtype where JAX_ENABLE_X64 is set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +153,11 @@ class Problem:
         return ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
 
 
+def wide_dtypes() -> tuple[str, ...]:
+    """Return the dtypes that there are beyond DTYPES: float64 where JAX_ENABLE_X64 is set."""
+    return ("float64",) if jax.dtypes.canonicalize_dtype(np.float64) == np.float64 else ()
+
+
 def dtype_of(name: str) -> np.dtype:
     import ml_dtypes
 
@@ -213,8 +216,7 @@ def parse(name: str) -> Case:
         if part not in INGREDIENTS:
             raise UnknownCaseError(f"no case ingredient is named {part!r} in {name!r}.{did_you_mean(part, INGREDIENTS)}")
     found: dict[str, str] = {}
-    dtypes = (*DTYPES, WIDE) if jax.config.jax_enable_x64 else DTYPES
-    tables = (("geometry", GEOMETRIES), ("dtype", dtypes), ("variant", VARIANTS), ("mode", MODES))
+    tables = (("geometry", GEOMETRIES), ("dtype", (*DTYPES, *wide_dtypes())), ("variant", VARIANTS), ("mode", MODES))
     for word in words:
         field = next((field for field, table in tables if word in table and field not in found), None)
         if field is None:

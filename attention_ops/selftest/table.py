@@ -6,10 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-import jax
-
 from attention_ops.features import Feature
-from attention_ops.selftest.cases import DTYPES, GEOMETRIES, MODES, WIDE, Case, make, parse
+from attention_ops.selftest.cases import DTYPES, GEOMETRIES, MODES, Case, make, parse, wide_dtypes
 from attention_ops.selftest.ingredients import INGREDIENTS
 
 ALONE = (
@@ -75,8 +73,8 @@ def quick(declared: frozenset[Feature]) -> list[Case]:
     cases = [make(()), *map(make, _alone(declared, ALONE))]
     cases += [parse("/".join(row)) for row in (*PAIRED, *OTHERS)]
     cases += [make(_split(parts), mode=mode) for parts, mode in IN_MODES]
-    if jax.config.jax_enable_x64:
-        cases += [make((), dtype=WIDE), *(make(_split(parts), geometry, WIDE) for parts, geometry, _ in PAIRED[:2])]
+    for dtype, (parts, geometry, _) in itertools.product(wide_dtypes(), (("plain", "small", ""), *PAIRED[:2])):
+        cases.append(make(_split(parts), geometry, dtype))
     return _applicable(cases, declared)
 
 

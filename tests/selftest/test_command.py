@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -121,6 +122,19 @@ def test_as_a_module():
     assert done.returncode == 2
     assert "known are flash" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_with_64_bit_types():
+    """Index types differ there, and float64 inputs are held to float64."""
+    cases = ("mask_shared+bias_keys/tiles/float32", "mask_2d+bias_head_keys+gqa/tiles/float32", "causal+sinks/small/float64")
+    words = [word for name in ("flash", "vanilla") for word in ("--op", name)] + [
+        word for name in cases for word in ("--case", name)
+    ]
+    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
+    command = [sys.executable, "-m", "attention_ops.selftest", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed of 2 routes, 6 cases" in done.stdout
 
 
 def test_help_imports_nothing_heavy():
