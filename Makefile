@@ -21,7 +21,7 @@ lint: $(VENV)/.tests
 	$(BIN)/ruff check .
 
 types: $(VENV)/.tests
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: $(VENV)/.tests
 	$(BIN)/pytest -n 2 --durations=10

@@ -55,7 +55,9 @@ def module(registry, tmp_path):
 
 def test_a_loaded_operation_is_proven(module, tmp_path):
     file = tmp_path / "report.json"
-    result = _run("--load", module(1.0), "--op", "loaded", "--json", str(file))
+    cases = ("plain/small/float32", "causal/tiles/bfloat16/nan", "refuse/bias", "inactive_dropout")
+    named = [word for case in cases for word in ("--case", case)]
+    result = _run("--load", module(1.0), "--op", "loaded", *named, "--json", str(file))
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     assert list(found) == ["version", "device", "ok", "routes"]
@@ -64,6 +66,7 @@ def test_a_loaded_operation_is_proven(module, tmp_path):
     keys = ["operation", "route", "status", "proof", "cases", "failed", "max_error", "reason", "seconds"]
     assert list(route) == keys
     assert (route["operation"], route["route"], route["status"]) == ("loaded", "loaded/native", "passed")
+    assert route["cases"] == 4
 
 
 def test_a_failure_names_case_shapes_bound_and_a_way_to_repeat(module):
