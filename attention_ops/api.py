@@ -62,10 +62,11 @@ def attention(
         UnknownOperationError: no operation has that name.
         NoRouteError: no route can honour the request, or a fallback is needed and the policy is "error".
 
-    >>> import jax.numpy as jnp
-    >>> q = jnp.ones((1, 4, 2, 8))
-    >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
-    (1, 4, 2, 8)
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> q = jnp.ones((1, 4, 2, 8))
+        >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
+        (1, 4, 2, 8)
     """
     metadata = _DEFAULT_METADATA if metadata is None else metadata
     if impl is not None:

@@ -27,20 +27,26 @@ _LAYOUT = "the layout is query [B, T, H, D], key [B, S, K, D], value [B, S, K, D
 class AttentionOptions(TypedDict, total=False):
     """The options of a call. Shapes: B batch, T query length, S key length, H query heads, K key/value heads.
 
-    mask: boolean [T, S] or broadcastable to [B, H, T, S], or a `masks.Mask`; True = may attend.
-    mask_info: ejkernel's `MaskInfo`; its attention mask and segment ids are used.
-    bias: floating, [T, S] or broadcastable to [B, H, T, S]; added to the logits after scale and cap. -inf blocks.
-    causal: a query attends its own position and earlier ones. Default False.
-    sliding_window: (left, right) keys before and after the query, itself not counted; an int is both; None is unlimited.
-    query_offset: position of query row 0, an int, or an array [] or [B]. Default 0 if T == S, S - 1 if T == 1.
-    q_segment_ids, kv_segment_ids: integers [B, T] and [B, S]; equal ids attend, negative ones are padding.
-    q_lengths, kv_lengths: integers [B], the real rows and columns of each batch row.
-    softmax_aux: sinks, [H], [H, n] or [1, n]: extra logits that join the softmax denominator only.
-    softmax_scale: a number. Default D ** -0.5.
-    logits_soft_cap: a number above 0; logits become cap * tanh(logits / cap).
-    dropout_prob, dropout_rng, deterministic: dropout of the attention weights, active only with deterministic=False.
-    return_weights, return_logsumexp: also return the softmax [B, H, T, S] (before dropout) or its logsumexp [B, T, H].
-    differentiable: admit only routes with a backward. Default True.
+    Attributes:
+        mask: boolean [T, S] or broadcastable to [B, H, T, S], or a `masks.Mask`; True = may attend.
+        mask_info: ejkernel's `MaskInfo`; its attention mask and segment ids are used.
+        bias: floating, [T, S] or broadcastable to [B, H, T, S]; added to the logits after scale and cap. -inf blocks.
+        causal: a query attends its own position and earlier ones. Default False.
+        sliding_window: (left, right) keys before and after the query, itself not counted; an int is both; None is unlimited.
+        query_offset: position of query row 0, an int, or an array [] or [B]. Default 0 if T == S, S - 1 if T == 1.
+        q_segment_ids: integers [B, T]; equal ids attend, negative ones are padding.
+        kv_segment_ids: integers [B, S]. Default: those of the query, if T == S.
+        q_lengths: integers [B], the real query rows of each batch row.
+        kv_lengths: integers [B], the real keys of each batch row. Either works alone.
+        softmax_aux: sinks, [H], [H, n] or [1, n]: extra logits that join the softmax denominator only.
+        softmax_scale: a number. Default D ** -0.5.
+        logits_soft_cap: a number above 0; logits become cap * tanh(logits / cap).
+        dropout_prob: probability of zeroing an attention weight, 0 <= p < 1. Default 0.
+        dropout_rng: a `jax.random` key, needed when dropout is active.
+        deterministic: no dropout. Default True.
+        return_weights: also return the softmax [B, H, T, S], before dropout.
+        return_logsumexp: also return the logsumexp [B, T, H] of the allowed logits.
+        differentiable: admit only routes with a backward. Default True.
     """
 
     mask: Any
