@@ -89,7 +89,7 @@ def _torch() -> Any:
         raise Unavailable("torch is not installed: pip install 'attention-ops[peers]'")
     if jax.default_backend() != "cpu":
         raise Unavailable(f"PyTorch is measured on the CPU only, and JAX runs on {jax.default_backend()}")
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  # in the extra `peers`
 
     torch.set_num_threads(cores())
     return torch

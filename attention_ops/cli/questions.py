@@ -38,7 +38,7 @@ class Question:
         spec = make_request(*self.arrays, self.options, self.metadata).spec
         try:
             if names is not None:
-                impl = names if len(names) > 1 else names[0]
+                impl = names[0] if len(names) == 1 else names
                 plan = api.plan(impl, *self.arrays, device=device, metadata=self.metadata, **self.options)
             else:
                 plan = api.plan_dispatch(
