@@ -589,7 +589,7 @@ class Dense(Mask):
     is run-time data: empty tiles are found and skipped when it runs.
     """
 
-    array: Bool[Array, "b h t s"] | HostArray | jax.ShapeDtypeStruct
+    array: Bool[Array, "b h t s"] | Bool[np.ndarray, "b h t s"] | HostArray | jax.ShapeDtypeStruct
 
     def __post_init__(self) -> None:
         array = self.array
@@ -687,9 +687,12 @@ def _reduce_blocks(array: Any, axis: int, block: int, count: int, every: bool, x
 
 
 def _slice(array: Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
-    """Slice; an axis of length 1 is broadcast, so its start is 0."""
-    starts = tuple(0 if n == 1 else start for n, start in zip(array.shape, starts, strict=True))
-    return jax.lax.dynamic_slice(array, starts, sizes)
+    return jax.lax.dynamic_slice(array, starts_within(array.shape, starts), sizes)
+
+
+def starts_within(shape: tuple[int, ...], starts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return where to slice an array: an axis of length 1 is broadcast, so its start is 0. All are int32, under x64 too."""
+    return tuple(jnp.asarray(0 if n == 1 else start, jnp.int32) for n, start in zip(shape, starts, strict=True))
 
 
 # ---------------------------------------------------------------- operators

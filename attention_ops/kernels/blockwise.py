@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from attention_ops.masks import And, Mask, Positional, Tile, Tiling
+from attention_ops.masks import And, Mask, Positional, Tile, Tiling, starts_within
 
 NEG_INF = float("-inf")
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -341,7 +341,7 @@ def _pad_bias(bias: Array, shape: _Shape) -> Array:
 
 def _bias_window(bias: Array, at: Tile) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Return where a tile lies in a bias: starts and sizes, 0 and 1 on the axes it broadcasts."""
-    starts = tuple(0 if n == 1 else start for n, start in zip(bias.shape, (at.batch, at.head, at.row, at.col), strict=True))
+    starts = starts_within(bias.shape, (at.batch, at.head, at.row, at.col))
     return starts, tuple(min(n, size) for n, size in zip(bias.shape, (1, at.heads, at.rows, at.cols), strict=True))
 
 
