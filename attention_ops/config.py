@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, Unpack
 
 import jax
-import jax.numpy as jnp
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -23,7 +22,7 @@ from attention_ops.errors import ConfigError, UnknownOperationError, did_you_mea
 from attention_ops.metadata import FallbackPolicy, OperationMetadata
 from attention_ops.planner import Chain, Plan
 from attention_ops.registry import OperationRegistry
-from attention_ops.request import AttentionOptions, AttentionOutput
+from attention_ops.request import AttentionOptions, AttentionOutput, as_mask
 from attention_ops.sharding import DEFAULT_AXES
 from attention_ops.yamlio import dump, read
 
@@ -394,15 +393,8 @@ class ConfiguredAttention:
         merged = {**self.options, **options}
         chunks, mask = self.options.get("mask"), options.get("mask")
         if chunks is not None:
-            merged["mask"] = chunks if mask is None else chunks & _as_mask(mask)
+            merged["mask"] = chunks if mask is None else chunks & as_mask(mask)
         return merged
-
-
-def _as_mask(mask: Any) -> masks.Mask:
-    """Return an array as run-time data, which is what a call makes of it."""
-    if isinstance(mask, masks.Mask):
-        return mask
-    return masks.Dense(mask if isinstance(mask, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(mask))
 
 
 # ---------------------------------------------------------------- the file

@@ -597,8 +597,7 @@ class Dense(Mask):
             return
         check_mask_array(array)
         if array.ndim == 2:
-            lifted = (1, 1, *array.shape)
-            array = array.reshape(lifted) if hasattr(array, "reshape") else jax.ShapeDtypeStruct(lifted, array.dtype)  # type: ignore[attr-defined]
+            array = reshaped(array, (1, 1, *array.shape))
         object.__setattr__(self, "array", HostArray(array) if isinstance(array, np.ndarray) else array)
 
     def as_data(self) -> Dense:
@@ -652,6 +651,11 @@ class Dense(Mask):
 
     def __str__(self) -> str:
         return f"dense{list(self.array.shape)}"
+
+
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array, or a `jax.ShapeDtypeStruct`, in another shape."""
+    return array.reshape(shape) if hasattr(array, "reshape") else jax.ShapeDtypeStruct(shape, array.dtype)
 
 
 def check_mask_array(array: Any) -> None:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from attention_ops.errors import did_you_mean
 from attention_ops.features import Feature
-from attention_ops.masks import Causal, Dense, Lengths, Mask, Segments, Window, check_mask_array, simplify
+from attention_ops.masks import Causal, Dense, Lengths, Mask, Segments, Window, check_mask_array, reshaped, simplify
 from attention_ops.metadata import OperationMetadata
 
 _FLOATS = (np.dtype("float16"), np.dtype(jnp.bfloat16), np.dtype("float32"), np.dtype("float64"))
@@ -396,7 +396,7 @@ def _data_masks(given: dict[str, Any], T: int, S: int) -> list[Mask]:
     if given["q_lengths"] is not None or given["kv_lengths"] is not None:
         parts.append(Lengths(_integers("q_lengths", given["q_lengths"]), _integers("kv_lengths", given["kv_lengths"])))
     if given["mask"] is not None:
-        parts.append(_user_mask(given["mask"]))
+        parts.append(as_mask(given["mask"]))
     if given["mask_info"] is not None:
         parts += _mask_info(given["mask_info"])
     return parts
@@ -410,7 +410,8 @@ def _window(window: Any) -> Window:
     return Window(window, window)
 
 
-def _user_mask(mask: Any) -> Mask:
+def as_mask(mask: Any) -> Mask:
+    """Return the mask that a call's `mask=` stands for: an array is run-time data."""
     if isinstance(mask, Mask):
         return mask
     if not hasattr(mask, "dtype"):
@@ -442,8 +443,7 @@ def _integers(name: str, value: Any, rank: int = 1) -> Any:
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, found {value.dtype}; cast with .astype('int32')")
     if value.ndim == rank - 1:
-        missing = (1, *value.shape)
-        return jax.ShapeDtypeStruct(missing, value.dtype) if isinstance(value, jax.ShapeDtypeStruct) else value[None]
+        return reshaped(value, (1, *value.shape))
     if value.ndim != rank:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed is {'[B]' if rank == 1 else '[B, length]'}")
     return value
@@ -499,8 +499,7 @@ def _bias(bias: Any, B: int, H: int, T: int, S: int) -> Any:
         raise TypeError(f"bias must be floating, found {bias.dtype}; a boolean mask goes into mask=")
     shape = tuple(bias.shape)
     if bias.ndim == 2:
-        lifted = (1, 1, *shape)
-        bias = jax.ShapeDtypeStruct(lifted, bias.dtype) if isinstance(bias, jax.ShapeDtypeStruct) else bias[None, None]
+        bias = reshaped(bias, (1, 1, *shape))
     elif bias.ndim != 4:
         why = ": three dimensions are ambiguous, use bias[:, None] or bias[None]" if bias.ndim == 3 else ""
         raise ValueError(f"bias has shape {shape}{why}; allowed are [T, S] and [B, H, T, S]")

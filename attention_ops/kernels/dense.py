@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from attention_ops.kernels.sinks import output_with_sinks, share_of_keys
+from attention_ops.kernels.visibility import visibility, zeroed
 
 
 class DenseOutput(NamedTuple):
@@ -46,7 +47,7 @@ def dense_attention(
         allowed = ~blocked if allowed is None else allowed & ~blocked
         bias = jnp.where(blocked, 0, bias).astype(softmax_dtype)
     if allowed is not None:
-        query, key, value = _without_unseen(query, key, value, allowed, K)
+        query, key, value = zeroed(query, key, value, *visibility(allowed, K))
 
     logits = jnp.einsum("btkgd,bskd->bkgts", query.reshape(B, T, K, G, -1), key, precision=jax.lax.Precision.HIGHEST).reshape(
         B, H, T, S
@@ -72,17 +73,6 @@ def dense_attention(
         return DenseOutput(output.astype(dtype), weights, logsumexp)
     share = share_of_keys(logsumexp, sinks).swapaxes(1, 2)[..., None]
     return DenseOutput(output_with_sinks(output, logsumexp, sinks, dtype), weights * share, logsumexp)
-
-
-def _without_unseen(
-    query: Array, key: Array, value: Array, allowed: Bool[Array, "b h T S"], K: int
-) -> tuple[Array, Array, Array]:
-    """Zero the keys no query may attend and the queries that may attend no key: NaN there must reach nothing."""
-    b, h = allowed.shape[:2]
-    by_kv_head = allowed.reshape(b, K, h // K, *allowed.shape[2:]) if h > 1 else allowed[:, None]
-    seen = jnp.any(by_kv_head, axis=(2, 3)).swapaxes(1, 2)[..., None]
-    sees = jnp.any(allowed, axis=3).swapaxes(1, 2)[..., None]
-    return jnp.where(sees, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
 
 
 def _softmax(logits: Float[Array, "B H T S"]) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attention_ops.kernels.visibility import visibility, zeroed
 from attention_ops.masks import Causal, Lengths, Mask, Window
 
 
@@ -42,13 +43,13 @@ def cudnn_attention(
     parts = () if mask is None else mask.conjuncts()
     if bias is not None or not all(isinstance(part, Causal | Window | Lengths) for part in parts):
         allowed, bias = _dense(mask, bias, T, S)
-        sees, seen = _visibility_of_array(allowed, K)
-        output = _call("cudnn", *_zeroed(query, key, value, sees, seen), None, bias, allowed, scale)
+        sees, seen = visibility(allowed, K)
+        output = _call("cudnn", *zeroed(query, key, value, sees, seen), None, bias, allowed, scale)
         return jnp.where(sees, output, 0)
     if T == S and not any(isinstance(part, Lengths) for part in parts):
         return _call("cudnn", query, key, value, mask, None, None, scale)
     sees, seen = _visibility_of_intervals(parts, T, S)
-    output = _call("cudnn", *_zeroed(query, key, value, sees, seen), mask, None, None, scale)
+    output = _call("cudnn", *zeroed(query, key, value, sees, seen), mask, None, None, scale)
     return jnp.where(sees, output, 0)
 
 
@@ -103,13 +104,6 @@ def _dense(mask: Mask | None, bias: Array | None, T: int, S: int) -> tuple[Bool[
     return allowed & (bias != -jnp.inf), jnp.where(bias == -jnp.inf, 0, bias)
 
 
-def _visibility_of_array(allowed: Bool[Array, "b h T S"], K: int) -> tuple[Array, Array]:
-    """Return which queries see a key [b, T, h, 1], and which keys of a head are seen [b, S, K|1, 1]."""
-    b, h, T, S = allowed.shape
-    by_head = allowed.reshape(b, K, h // K, T, S) if h > 1 else allowed[:, None]
-    return jnp.any(allowed, 3).swapaxes(1, 2)[..., None], jnp.any(by_head, (2, 3)).swapaxes(1, 2)[..., None]
-
-
 def _visibility_of_intervals(parts: tuple[Mask, ...], T: int, S: int) -> tuple[Array, Array]:
     """The same for masks under which a query sees one interval of keys: causal, window, lengths; O(T + S)."""
     left, right, q_end, k_end = T + S, T + S, jnp.asarray(T), jnp.asarray(S)
@@ -126,7 +120,3 @@ def _visibility_of_intervals(parts: tuple[Mask, ...], T: int, S: int) -> tuple[A
     sees = (rows < q_end) & (jnp.maximum(rows - left, 0) <= jnp.minimum(rows + right, k_end - 1))
     seen = (cols < k_end) & (jnp.maximum(cols - right, 0) <= jnp.minimum(cols + left, q_end - 1))
     return sees[..., None, None], seen[..., None, None]
-
-
-def _zeroed(query: Array, key: Array, value: Array, sees: Array, seen: Array) -> tuple[Array, Array, Array]:
-    return jnp.where(sees, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
