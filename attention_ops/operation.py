@@ -20,10 +20,16 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What one forward takes: features beyond plain query, key and value, within the limits of the rules."""
+    """What one forward takes: features beyond plain query, key and value, within the limits of the rules.
+
+    How it can be proven without its device: `interpretable` forwards are Pallas kernels that honour
+    `kernels.interpreter.is_interpreted`; `lowers_to` begins the names of the custom calls that it is lowered to.
+    """
 
     supports: frozenset[Feature] = frozenset()
     rules: tuple[Rule, ...] = ()
+    interpretable: bool = False
+    lowers_to: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +78,13 @@ class Estimate:
     temporary_bytes: int
 
 
-def forward(*, supports: Iterable[Feature] = (), rules: Sequence[Rule] = ()) -> Callable[[Forward], Forward]:
-    """Declare what a `forward_<backend>` method supports. Without it a forward takes plain query, key and value only."""
+def forward(
+    *, supports: Iterable[Feature] = (), rules: Sequence[Rule] = (), interpretable: bool = False, lowers_to: str = ""
+) -> Callable[[Forward], Forward]:
+    """Declare what a `forward_<backend>` method supports. Without it a forward takes plain query, key and value only.
+
+    The arguments are the fields of `Declaration`.
+    """
     supports, rules = frozenset(supports), tuple(rules)
     for item in supports:
         if not isinstance(item, Feature):
@@ -83,7 +94,7 @@ def forward(*, supports: Iterable[Feature] = (), rules: Sequence[Rule] = ()) -> 
             raise TypeError(f"rules holds {rule!r}; allowed are instances with check(spec, metadata, device) and describe()")
 
     def declare(function: Forward) -> Forward:
-        function.__dict__["declaration"] = Declaration(supports, rules)
+        function.__dict__["declaration"] = Declaration(supports, rules, interpretable, lowers_to)
         return function
 
     return declare
