@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe
 from attention_ops.errors import FallbackWarning, NoRouteError, UnknownOperationError
-from attention_ops.metadata import OperationMetadata
+from attention_ops.metadata import BlockSizes, OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.planner import Chain, Plan, make_plan
 from attention_ops.registry import OperationRegistry
@@ -217,7 +217,7 @@ def _run(
         plans.append(chosen)
     if chosen.is_fallback:
         _report(chosen, metadata)
-    return _execute(request, _executable(chosen.implementation, chosen.route, metadata))
+    return _execute(request, _executable(chosen.implementation, chosen.route, metadata, chosen.block_sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,9 +234,11 @@ class _Executable:
 
 
 @functools.lru_cache(maxsize=4096)
-def _executable(implementation: type[OperationImpl], route: str, metadata: OperationMetadata) -> _Executable:
+def _executable(
+    implementation: type[OperationImpl], route: str, metadata: OperationMetadata, block_sizes: BlockSizes
+) -> _Executable:
     """Return the same object for the same settings: JAX's look-up of the compiled program is fast by identity."""
-    return _Executable(implementation, route, metadata)
+    return _Executable(implementation, route, dataclasses.replace(metadata, block_sizes=block_sizes))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)

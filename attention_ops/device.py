@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import os
+import platform
 import re
 from typing import Any, Literal
 
@@ -154,3 +156,18 @@ def as_profile(device: DeviceProfile | JaxDevice | str | None) -> DeviceProfile:
     if isinstance(device, DeviceProfile):
         return device
     return DeviceProfile.named(device) if isinstance(device, str) else describe(device)
+
+
+def cores() -> int:
+    """Return the processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def processor() -> str:
+    """Return the name of the processor here."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -22,12 +22,15 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 class Declaration:
     """What one forward takes: features beyond plain query, key and value, within the limits of the rules.
 
+    `block_sizes`: the forward takes its tiles from `metadata.block_sizes`, so they can be tuned.
+
     How it can be proven without its device: `interpretable` forwards are Pallas kernels that honour
     `kernels.interpreter.is_interpreted`; `lowers_to` begins the names of the custom calls that it is lowered to.
     """
 
     supports: frozenset[Feature] = frozenset()
     rules: tuple[Rule, ...] = ()
+    block_sizes: bool = False
     interpretable: bool = False
     lowers_to: str = ""
 
@@ -79,7 +82,12 @@ class Estimate:
 
 
 def forward(
-    *, supports: Iterable[Feature] = (), rules: Sequence[Rule] = (), interpretable: bool = False, lowers_to: str = ""
+    *,
+    supports: Iterable[Feature] = (),
+    rules: Sequence[Rule] = (),
+    block_sizes: bool = False,
+    interpretable: bool = False,
+    lowers_to: str = "",
 ) -> Callable[[Forward], Forward]:
     """Declare what a `forward_<backend>` method supports. Without it a forward takes plain query, key and value only.
 
@@ -94,7 +102,7 @@ def forward(
             raise TypeError(f"rules holds {rule!r}; allowed are instances with check(spec, metadata, device) and describe()")
 
     def declare(function: Forward) -> Forward:
-        function.__dict__["declaration"] = Declaration(supports, rules, interpretable, lowers_to)
+        function.__dict__["declaration"] = Declaration(supports, rules, block_sizes, interpretable, lowers_to)
         return function
 
     return declare

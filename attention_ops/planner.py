@@ -6,10 +6,10 @@ import dataclasses
 import functools
 from typing import Any
 
-from attention_ops import registry
+from attention_ops import registry, tuning
 from attention_ops.device import BACKENDS, DeviceProfile
 from attention_ops.errors import NoRouteError, UnknownOperationError
-from attention_ops.metadata import BACKEND_NAMES, OperationMetadata
+from attention_ops.metadata import BACKEND_NAMES, BlockSizes, OperationMetadata
 from attention_ops.operation import Estimate, OperationImpl, Route
 from attention_ops.request import RequestSpec
 from attention_ops.rules import Reason
@@ -47,6 +47,7 @@ class Plan:
         operation, route: what runs, for example "blocksparse" and "blocksparse/native".
         device: the profile planned for.
         decisions: every candidate route in order.
+        block_sizes: what the route is given: those of the metadata, else tuned ones, else None for the kernel to choose.
         notes: remarks on the choice, among them where the name came from.
         estimate: flops and temporary bytes of the forward, where the operation states them.
         spec: the facts of the request; with a mesh, of one device's part of it.
@@ -57,6 +58,7 @@ class Plan:
     route: str
     device: DeviceProfile
     decisions: tuple[Decision, ...]
+    block_sizes: BlockSizes
     notes: tuple[str, ...]
     estimate: Estimate | None
     spec: RequestSpec = dataclasses.field(repr=False)
@@ -92,6 +94,7 @@ class Plan:
                 }
                 for decision in self.decisions
             ],
+            "block_sizes": dataclasses.asdict(self.block_sizes),
             "notes": list(self.notes),
             "flops": self.estimate.flops if self.estimate else None,
             "temporary_bytes": self.estimate.temporary_bytes if self.estimate else None,
@@ -145,14 +148,15 @@ def make_plan(
 ) -> Plan:
     """Plan a request. One name is followed by its declared fallbacks; several names, or a `Chain`, are all that is tried.
 
-    A name is an operation ("flash"), an alias, or a single route ("flash/native"). Cached.
+    A name is an operation ("flash"), an alias, or a single route ("flash/native"). Cached, until an operation is registered or
+    block sizes are tuned.
 
     Raises:
         UnknownOperationError: a name is not registered.
         NoRouteError: every candidate refused; the message has all reasons.
     """
     local = spec if metadata.mesh is None else local_spec(spec, metadata)
-    return _make_plan(requested, local, metadata, device, source, registry.generation())
+    return _make_plan(requested, local, metadata, device, source, registry.generation(), tuning.table())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -163,9 +167,10 @@ def _make_plan(
     device: DeviceProfile,
     source: str,
     generation: int,
+    tuned: tuning.Table,
 ) -> Plan:
     decisions: list[Decision] = []
-    chosen: tuple[type[OperationImpl], str] | None = None
+    chosen: tuple[type[OperationImpl], Route] | None = None
     backends = backends_for(metadata, device)
     for name in _expand(requested, spec, metadata, device):
         operation, routes = _routes(name, backends)
@@ -173,26 +178,42 @@ def _make_plan(
             found = ", ".join(operation.routes) or "none"
             decisions.append(Decision(name, (Reason(f"has no route for {device.platform}, only for {found}"),)))
         for route in routes:
-            decision = Decision(f"{operation.name}/{route.backend}", route.refusals(spec, metadata, device))
+            decision = Decision(route.name, route.refusals(spec, metadata, device))
             decisions.append(decision)
             if chosen is None and decision.accepted:
-                chosen = operation, decision.route
+                chosen = operation, route
     if chosen is None:
         lines = [f"  {d.route}: {reason}" for d in decisions for reason in d.reasons]
         headline = f"no route of {' > '.join(requested)} takes this request on {device}:"
         raise NoRouteError("\n".join([headline, *lines]), tuple(decisions))
     operation, route = chosen
+    sizes, remarks = _tuned_sizes(route, spec, metadata, device, tuned)
     return Plan(
         requested=requested,
         operation=operation.name,
-        route=route,
+        route=route.name,
         device=device,
         decisions=tuple(decisions),
-        notes=_notes(spec, metadata, source),
-        estimate=operation.estimate(spec, metadata),
+        block_sizes=sizes,
+        notes=(*_notes(spec, metadata, source), *remarks),
+        estimate=operation.estimate(spec, dataclasses.replace(metadata, block_sizes=sizes)),
         spec=spec,
         implementation=operation,
     )
+
+
+def _tuned_sizes(
+    route: Route, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile, tuned: tuning.Table
+) -> tuple[BlockSizes, tuple[str, ...]]:
+    """Return the block sizes of a request and what is to be said of them. Any that the metadata states win over tuned ones."""
+    stated = metadata.block_sizes
+    if stated != BlockSizes() or not route.declaration.block_sizes:
+        return stated, ()
+    found = tuned.find(route.name, spec, device)
+    if found is None:
+        return stated, ()
+    sizes = tuning.fitted(BlockSizes(found.q, found.kv), spec.T, spec.S)
+    return sizes, (f"block sizes ({sizes.q}, {sizes.kv}) {found.note}",)
 
 
 def backends_for(metadata: OperationMetadata, device: DeviceProfile) -> tuple[str, ...]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import json
 import os
 import pathlib
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 ENVIRONMENT = "ATTENTION_OPS_CACHE_DIR"
@@ -65,3 +68,50 @@ def save(name: str, content: dict[str, Any]) -> pathlib.Path:
             os.unlink(temporary)
         raise
     return file
+
+
+def update(name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> pathlib.Path:
+    """Save what `change` makes of what is saved under `name` now. Processes that update at once take turns. Returns the file.
+
+    Raises:
+        OSError, TypeError: as `save`.
+    """
+    with _turn(name):
+        return save(name, change(load(name)))
+
+
+@contextlib.contextmanager
+def _turn(name: str) -> Iterator[None]:
+    """Hold the lock of a file. Where the system has no `fcntl`, the last of two who write at once wins."""
+    file = path(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if importlib.util.find_spec("fcntl") is None:
+        yield
+        return
+    import fcntl
+
+    with open(file.with_suffix(".lock"), "a", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, also by a process that dies
+        yield
+
+
+_snapshots: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+
+def snapshot(name: str) -> dict[str, Any]:
+    """Return what `load` returns, the same object until the file changes, for some microseconds. Not to be changed."""
+    file = _path(name, os.environ.get(ENVIRONMENT))
+    try:
+        found = os.stat(file)
+        stamp = (file, found.st_ino, found.st_mtime_ns, found.st_size)
+    except OSError:  # nothing was saved, or it cannot be reached
+        stamp = None
+    known = _snapshots.get(name)
+    if known is None or known[0] != stamp:
+        known = _snapshots[name] = stamp, {} if stamp is None else load(name)
+    return known[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _path(name: str, environment: str | None) -> str:
+    return os.fspath(path(name))

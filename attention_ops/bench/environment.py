@@ -8,7 +8,8 @@ import os
 import platform
 from typing import Any
 
-from attention_ops.bench.systems import cores, free_memory
+from attention_ops.bench.systems import free_memory
+from attention_ops.device import cores, processor
 
 PACKAGES = ("jax", "jaxlib", "ejkernel", "torch", "numpy")
 BUSY = 0.5
@@ -30,7 +31,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions,
-        "processor": _processor(),
+        "processor": processor(),
         "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
         "cores": cores(),
         "free_memory_bytes": free_memory(),
@@ -57,11 +58,3 @@ def describe(facts: dict[str, Any]) -> list[str]:
     if averages and averages[0] > BUSY * facts["cores"]:
         lines.append("The machine is busy with something else: times are too long, and ratios noisy.")
     return lines
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -13,7 +13,8 @@ import numpy as np
 import attention_ops as ao
 from attention_ops.bench.cases import Pattern
 from attention_ops.bench.problems import Problem
-from attention_ops.bench.systems import FITS, NOT_RUN, Prepared, Unavailable, cores, free_memory
+from attention_ops.bench.systems import FITS, NOT_RUN, Prepared, Unavailable, free_memory
+from attention_ops.device import cores
 from attention_ops.metadata import OperationMetadata
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Mapping[str, jax.Array]], jax.Array]

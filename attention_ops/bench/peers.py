@@ -13,7 +13,8 @@ import numpy as np
 
 from attention_ops.bench.jax_systems import prepare_jax
 from attention_ops.bench.problems import Problem
-from attention_ops.bench.systems import Prepared, Unavailable, cores
+from attention_ops.bench.systems import Prepared, Unavailable
+from attention_ops.device import cores
 
 EJKERNEL_BLOCK = 128
 """Query and key block of ejkernel's kernels: what its own configuration takes when nothing is tuned."""

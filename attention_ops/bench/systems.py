@@ -82,11 +82,6 @@ def free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def cores() -> int:
-    """Return the cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 _PEERS: dict[str, tuple[str, Literal["peer", "reference"], str, int]] = {
     "jax_nn": ("jax.nn (XLA)", "peer", "jax_systems:jax_nn", 2),
     "ej_flash": ("ejkernel flash", "peer", "peers:ej_flash", 0),

@@ -22,7 +22,7 @@ class BlockSparse(OperationImpl):
     aliases = ("splash", "autoregressive_decodeattn")
     fallback = ("flash", "vanilla")
 
-    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS})
+    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS}, block_sizes=True)
     def forward_native(self, request: AttentionRequest) -> AttentionOutput:
         blocks = self.metadata.block_sizes
         output, logsumexp = blockwise_attention(

@@ -21,7 +21,7 @@ class Flash(OperationImpl):
     aliases = ("flash_attn2", "blockwise")
     fallback = ("vanilla",)
 
-    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS})
+    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS}, block_sizes=True)
     def forward_native(self, request: AttentionRequest) -> AttentionOutput:
         blocks = self.metadata.block_sizes
         output, logsumexp = blockwise_attention(
