@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe
+from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe, is_assumed
 from attention_ops.errors import FallbackWarning, NoRouteError, UnknownOperationError
 from attention_ops.metadata import BlockSizes, OperationMetadata
 from attention_ops.operation import OperationImpl
@@ -194,7 +194,11 @@ def _known(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _device_of(query: Any, metadata: OperationMetadata) -> DeviceProfile:
-    """Return where a call would run: the backend of the metadata, else where the query is, else JAX's default device."""
+    """Return where a call would run: on the device of `compiling_for`, else on the backend of the metadata, else where the query
+    is, else on JAX's default device.
+    """
+    if is_assumed():
+        return DeviceProfile.current()
     if metadata.backend not in (None, "native"):
         return DeviceProfile.current(metadata.backend)
     if isinstance(query, jax.Array) and not isinstance(query, Tracer):

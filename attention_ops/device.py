@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import os
 import platform
 import re
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -41,7 +43,8 @@ class DeviceProfile:
     """The facts about a device that rules ask for.
 
     `compute_capability` is NVIDIA's (major, minor); `memory` is in bytes; `cudnn_version` is None
-    when there is no cuDNN. A profile can be made by hand for a device that is not at hand.
+    when there is no cuDNN. `notes` says what could not be read, in sentences. A profile can be made by hand for a device that is
+    not at hand.
     """
 
     name: str
@@ -50,6 +53,7 @@ class DeviceProfile:
     memory: int | None = None
     cudnn_version: tuple[int, ...] | None = None
     jax_version: tuple[int, ...] = dataclasses.field(default_factory=lambda: version_tuple(jax.__version__))
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.platform not in BACKENDS:
@@ -82,51 +86,155 @@ class DeviceProfile:
 
     @staticmethod
     def current(platform: str | None = None) -> DeviceProfile:
-        """Read the profile of JAX's first device, or of its first device of `platform`."""
-        return _current(platform)
+        """Return the profile that calls are planned for when nothing else decides.
+
+        That is the device of `compiling_for`, or else JAX's default device. Never fails: what cannot be read is a note, and
+        where JAX cannot start at all the profile is that of the CPU. With `platform`, the first device of that platform.
+
+        Raises:
+            RuntimeError: there is no device of `platform` here.
+        """
+        if platform is not None:
+            return describe(_first_of(platform))
+        return _ASSUMED.value or _default()
+
+
+_ASSUMED = jax.make_user_context(None)  # a part of the key under which JAX keeps traced programs
+
+
+@contextlib.contextmanager
+def compiling_for(device: DeviceProfile | JaxDevice | str) -> Iterator[DeviceProfile]:
+    """Plan the calls that are made, or traced, inside for another device: to lower a model for one that is not here.
+
+    >>> import attention_ops
+    >>> q = jax.ShapeDtypeStruct((1, 256, 2, 64), "float32")
+    >>> def model(q):
+    ...     return attention_ops.attention(q, q, q, impl="flash").attention_outputs
+    >>> with compiling_for("tpu-v5e"):
+    ...     lowered = jax.jit(model).trace(q).lower(lowering_platforms=("tpu",))
+    """
+    profile = as_profile(device)
+    with _ASSUMED(profile):
+        yield profile
+
+
+def is_assumed() -> bool:
+    """Return whether `compiling_for` decides the device of a call that is planned now."""
+    return _ASSUMED.value is not None
+
+
+def _first_of(platform: str) -> JaxDevice:
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"there is no {platform} device here ({_first_line(error)}); to plan for one name it, as in device='a100', "
+            "and to compile for one use attention_ops.compiling_for"
+        ) from error
+
+
+def _default() -> DeviceProfile:
+    """Return the profile of JAX's default device: that of `jax.default_device`, or the first."""
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        return _describe_here(jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen)
+    except Exception as error:  # a broken plug-in may raise anything
+        why = f"JAX cannot start its devices, so this is the profile of the CPU ({_first_line(error)})"
+        return DeviceProfile("cpu", "cpu", notes=(why,))
 
 
 @functools.lru_cache(maxsize=8)
-def _current(platform: str | None) -> DeviceProfile:
-    device = jax.devices(platform)[0] if platform else jax.devices()[0]
-    return describe(device)
+def _describe_here(device: JaxDevice) -> DeviceProfile:
+    """Return the profile of the default device, with notes on the machine around it."""
+    profile = describe(device)
+    return dataclasses.replace(profile, notes=(*profile.notes, *_other_kinds(device), *_idle_plugins(device)))
+
+
+def _other_kinds(device: JaxDevice) -> list[str]:
+    kinds = list(dict.fromkeys(str(one.device_kind) for one in jax.local_devices(backend=device.platform)))
+    if len(kinds) < 2:
+        return []
+    return [
+        f"there are {len(kinds)} kinds of device here ({', '.join(kinds)}) and this is the profile of the {device.device_kind}; "
+        "calls on arrays that lie on another are planned for that one"
+    ]
+
+
+_PLUGINS = {"jax-cuda13-plugin": "NVIDIA GPU", "jax-cuda12-plugin": "NVIDIA GPU", "jax-rocm7-plugin": "AMD GPU", "libtpu": "TPU"}
+
+
+def _idle_plugins(device: JaxDevice) -> list[str]:
+    """Say which installed plug-ins found nothing; a machine whose user chose the platforms needs no telling."""
+    if device.platform != "cpu" or jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        return []
+    return [
+        f"{package} {version} is installed, but JAX finds no {kind}: its driver is missing or does not fit"
+        for package, kind in _PLUGINS.items()
+        if (version := _installed(package))
+    ]
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @functools.lru_cache(maxsize=64)
 def describe(device: JaxDevice) -> DeviceProfile:
-    """Return the profile of one JAX device."""
-    if device.platform == "gpu":
-        return _describe_gpu(device)
+    """Return the profile of one JAX device. What cannot be read is None, with a note."""
+    if device.platform == "cpu":
+        return DeviceProfile("cpu", "cpu")
+    notes: list[str] = []
+    kind = str(device.device_kind)
+    memory = _read("memory", notes, lambda: int(device.memory_stats()["bytes_limit"]))
     if device.platform == "tpu":
-        return DeviceProfile(name=device.device_kind, platform="tpu")
-    return DeviceProfile(name="cpu", platform="cpu")
-
-
-def _describe_gpu(device: JaxDevice) -> DeviceProfile:
-    version = device.client.platform_version.lower()
+        return DeviceProfile(kind, "tpu", memory=memory, notes=tuple(notes))
+    version = _read("platform version", notes, lambda: str(device.client.platform_version).lower()) or ""
     if "rocm" in version:
-        return DeviceProfile(name=device.device_kind, platform="rocm")
-    capability = version_tuple(str(getattr(device, "compute_capability", "")))
-    return DeviceProfile(
-        name=device.device_kind,
-        platform="cuda",
-        compute_capability=(capability[0], capability[1]) if len(capability) == 2 else None,
-        memory=(device.memory_stats() or {}).get("bytes_limit"),
-        cudnn_version=_cudnn_version(),
-    )
+        return DeviceProfile(kind, "rocm", memory=memory, notes=tuple(notes))
+    if device.platform not in ("gpu", "cuda"):
+        notes.append(f"JAX calls the platform {device.platform!r}, which is not known here; it is planned as the CPU is")
+        return DeviceProfile(kind, "cpu", memory=memory, notes=tuple(notes))
+    capability = _read("compute capability", notes, lambda: _pair(device.compute_capability))
+    return DeviceProfile(kind, "cuda", capability, memory, _cudnn_version(), notes=tuple(notes))
+
+
+_Fact = TypeVar("_Fact")
+
+
+def _read(name: str, notes: list[str], read: Callable[[], _Fact]) -> _Fact | None:
+    try:
+        return read()
+    except Exception as error:  # drivers and plug-ins may raise anything
+        notes.append(f"the {name} of the device cannot be read ({type(error).__name__}: {_first_line(error)})")
+        return None
+
+
+def _pair(capability: Any) -> tuple[int, int]:
+    major, minor = version_tuple(str(capability))
+    return major, minor
 
 
 def _cudnn_version() -> tuple[int, ...] | None:
-    for package in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
-        try:
-            return version_tuple(importlib.metadata.version(package))[:3]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    """Return the version that JAX loads, or else that of the package that brings it."""
+    with contextlib.suppress(Exception):  # private: it may be missing, or fail where the library is
+        from jax._src.lib import cuda_versions
+
+        found = int(cuda_versions.cudnn_get_version())  # pyright: ignore[reportOptionalMemberAccess]
+        return found // 10000, found // 100 % 100, found % 100
+    version = _installed("nvidia-cudnn-cu13") or _installed("nvidia-cudnn-cu12")
+    return version_tuple(version)[:3] if version else None
 
 
-# Compute capabilities: NVIDIA's table of CUDA GPUs. Memory: the vendors' data sheets. cuDNN 9.10.1 is the version of the
-# measurements that the planner is checked against; override it for another.
+# Compute capabilities: NVIDIA's table "CUDA GPU Compute Capability" (developer.nvidia.com/cuda-gpus). Memory: the data sheets of
+# NVIDIA (of the V100 and the A100 the larger of two models) and AMD, and Google Cloud's page on TPU versions, per chip. cuDNN
+# 9.10.1 is the version of the measurements that the planner is checked against; override it for another.
 _CUDNN = (9, 10, 1)
 _NAMED = {
     profile.name: profile

@@ -195,7 +195,7 @@ def _make_plan(
         device=device,
         decisions=tuple(decisions),
         block_sizes=sizes,
-        notes=(*_notes(spec, metadata, source), *remarks),
+        notes=(*_notes(spec, metadata, source), *remarks, *device.notes),
         estimate=operation.estimate(spec, dataclasses.replace(metadata, block_sizes=sizes)),
         spec=spec,
         implementation=operation,

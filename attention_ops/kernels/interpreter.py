@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 
-_INTERPRETED = contextvars.ContextVar("attention_ops_interpreted", default=False)
+import jax
+
+_INTERPRETED = jax.make_user_context(False)  # a part of the key under which JAX keeps traced programs
 
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Trace Pallas kernels for their interpreter inside: slow, and the same arithmetic on any device."""
-    token = _INTERPRETED.set(True)
-    try:
+    with _INTERPRETED(True):
         yield
-    finally:
-        _INTERPRETED.reset(token)
 
 
 def is_interpreted() -> bool:
     """Return whether a kernel that is traced now is to be interpreted."""
-    return _INTERPRETED.get()
+    return bool(_INTERPRETED.value)
