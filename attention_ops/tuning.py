@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
+import attention_ops
 from attention_ops import storage
 from attention_ops.device import DeviceProfile, cores, processor
 from attention_ops.features import Feature
@@ -37,15 +38,15 @@ class Tuned:
     """The sizes that won for one kind of request.
 
     Attributes:
-        machine, jax, route, request, work: what it was measured for; see `machine_of` and `request_of`. `work` is "forward", or
-            "gradient" for forward and backward together.
+        machine, versions, route, request: what it was measured for; see `machine_of`, `versions` and `request_of`.
+        work: "forward", or "gradient" for forward and backward together.
         q, kv: the block sizes, as candidates: `fitted` evens them out for the lengths of a call.
         ratio: median of its time over that of the default rule in the same round.
         date: the day it was measured, ISO 8601.
     """
 
     machine: str
-    jax: str
+    versions: str
     route: str
     request: str
     work: Work
@@ -63,7 +64,7 @@ class Tuned:
 
     @property
     def key(self) -> Key:
-        return self.machine, self.jax, self.route, self.request, self.work
+        return self.machine, self.versions, self.route, self.request, self.work
 
     @property
     def note(self) -> str:
@@ -85,7 +86,7 @@ class Table:
         """
         if not self.kept or 0 in (spec.B, spec.T, spec.S):
             return None
-        facts = (machine_of(device), jax.__version__, route, request_of(spec))
+        facts = (machine_of(device), versions(), route, request_of(spec))
         wanted: tuple[Work, ...] = ("gradient", "forward") if spec.differentiable else ("forward",)
         return next((self.kept[(*facts, work)] for work in wanted if (*facts, work) in self.kept), None)
 
@@ -155,6 +156,11 @@ def keep(found: Iterable[Tuned] = (), *, dropped: Iterable[Key] = ()) -> None:
 def machine_of(device: DeviceProfile) -> str:
     """Return what tells machines apart: the kind of the device; of a CPU, the processor and the cores this process may use."""
     return f"{processor()}, {cores()} cores" if device.platform == "cpu" else device.name
+
+
+def versions() -> str:
+    """Return the versions that a measurement holds for: another kernel or compiler may prefer other sizes."""
+    return f"attention_ops {attention_ops.__version__}, jax {jax.__version__}"
 
 
 def request_of(spec: RequestSpec) -> str:

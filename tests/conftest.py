@@ -10,6 +10,7 @@ from jaxtyping import install_import_hook
 
 with install_import_hook("attention_ops.kernels", "beartype.beartype"):
     import attention_ops.kernels.blockwise
+    import attention_ops.kernels.cudnn
     import attention_ops.kernels.dense
     import attention_ops.kernels.jax_nn
 
@@ -19,7 +20,15 @@ import numpy as np
 import pytest
 
 import attention_ops as ao
-from attention_ops import api
+from attention_ops import api, storage
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_files_of_the_user(tmp_path_factory):
+    """Keep what was proven and tuned on this machine out of the tests, and their results out of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(storage.ENVIRONMENT, str(tmp_path_factory.mktemp("storage")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ COMMANDS = (
     ("new", "attention_ops.cli.new:new", "Write a starting operation and its test."),
     ("selftest", "attention_ops.selftest.__main__:main", "Prove every route against a float64 reference on this machine."),
     ("bench", "attention_ops.bench.cli:main", "Measure the operations on this machine."),
+    ("tune", "attention_ops.cli.tune:tune", "Measure block sizes on this machine and keep those that win."),
     ("doctor", "attention_ops.cli.doctor:doctor", "Print versions, devices and choices, ready to paste into an issue."),
 )
 

@@ -24,7 +24,7 @@ OPTIONAL = (
     *("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "libtpu"),
 )
 VARIABLES = (
-    *("ATTENTION_OPS_IMPL", "JAX_PLATFORMS", "XLA_FLAGS"),
+    *("ATTENTION_OPS_IMPL", "ATTENTION_OPS_CACHE_DIR", "JAX_PLATFORMS", "XLA_FLAGS"),
     *("JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "CUDA_VISIBLE_DEVICES"),
 )
 TYPICAL = (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -93,6 +94,15 @@ settings_option = click.option(
     shell_complete=_completing(_settings),
     help="An option of the call, repeatable: causal=true, sliding_window=511,0, bias=1,1,T,S, softmax_aux=H, kv_lengths=yes.",
 )
+batch_option = click.option("--batch", type=click.IntRange(min=1), metavar="B", help="With --config: batch size.  [default: 1]")
+length_option = click.option(
+    "--length", type=Sizes("T[,S]", (1, 2), minimum=1), help="With --config: query and key length.  [default: its max_length]"
+)
+shape_option = click.option("--shape", type=Sizes("B,T,H,D", (4,)), help="The query: batch, length, heads, head dim.")
+kv_option = click.option(
+    "--kv", type=Sizes("S,K[,Dv]", (2, 3)), help="Keys and values: length, heads, value head dim.  [default: as query]"
+)
+dtype_option = click.option("--dtype", type=click.Choice(DTYPES), help="[default: the config's, or bfloat16]")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -148,3 +158,12 @@ def layers_of(config: AttentionConfig, layer: str | None) -> tuple[str | int | N
     if layer is None:
         return config.kinds if len(config.kinds) > 1 else (None,)
     return (int(layer) if layer.isdecimal() else layer,)
+
+
+@contextlib.contextmanager
+def precision(dtype: str | None) -> Iterator[None]:
+    """Let JAX know float64 while a float64 request is looked at."""
+    import jax
+
+    with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
+        yield

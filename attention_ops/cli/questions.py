@@ -10,6 +10,7 @@ import jax
 
 from attention_ops import api
 from attention_ops.cli import saying
+from attention_ops.cli.lazy import Refused, refusals
 from attention_ops.cli.parameters import layers_of
 from attention_ops.config import AttentionConfig, load_config
 from attention_ops.device import DeviceProfile
@@ -115,6 +116,29 @@ def _headline(plan: Plan) -> str:
 
 
 # ---------------------------------------------------------------- questions
+
+_INSTEAD = {
+    "kv": "--length T,S",
+    "layer": "--shape and --set",
+    "batch": "--shape",
+    "length": "--shape and --kv",
+}
+
+
+def of_said(said: Mapping[str, Any]) -> list[Question]:
+    """Return the requests that the parameters of a command say, by the names those have in `parameters`."""
+    config, shape = said["config_file"], said["shape"]
+    if (config is None) == (shape is None):
+        which = "found both" if config else "found neither"
+        raise Refused(f"a request is --config FILE or --shape B,T,H,D, {which}; for example --shape 1,4096,8,128")
+    for option in ("kv",) if config else ("layer", "batch", "length"):
+        if said[option] is not None:
+            raise Refused(f"--{option} goes with {'--shape' if config else '--config'}; use {_INSTEAD[option]}")
+    common = {"settings": said["settings"], "dtype": said["dtype"], "backend": said.get("backend")}
+    with refusals():
+        if shape is not None:
+            return [of_shape(shape, said["kv"], **common)]
+        return of_config(config, said["layer"], said["batch"], said["length"], **common)
 
 
 def of_shape(
