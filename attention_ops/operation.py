@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
 from attention_ops.device import DeviceProfile
@@ -22,6 +22,8 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 class Declaration:
     """What one forward takes: features beyond plain query, key and value, within the limits of the rules.
 
+    `because` says of some features why they are not supported, for refusals to repeat.
+
     `block_sizes`: the forward takes its tiles from `metadata.block_sizes`, so they can be tuned.
 
     How it can be proven without its device: `interpretable` forwards are Pallas kernels that honour
@@ -33,6 +35,7 @@ class Declaration:
     block_sizes: bool = False
     interpretable: bool = False
     lowers_to: str = ""
+    because: Mapping[Feature, str] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +56,16 @@ class Route:
 
     def refusals(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> tuple[Reason, ...]:
         """Return every reason why this route cannot take the request; none means that it can."""
-        missing = sorted(spec.features - self.declaration.supports)
-        reasons = [Reason(f"does not support {feature.value}", _REMEDIES.get(feature, "")) for feature in missing]
+        reasons = [self._missing(feature) for feature in sorted(spec.features - self.declaration.supports)]
         for rule in self.declaration.rules:
             reason = rule.check(spec, metadata, device)
             if reason is not None:
                 reasons.append(reason if isinstance(reason, Reason) else Reason(str(reason)))
         return tuple(reasons)
+
+    def _missing(self, feature: Feature) -> Reason:
+        why = self.declaration.because.get(feature)
+        return Reason(f"does not support {feature.value}{f': {why}' if why else ''}", _REMEDIES.get(feature, ""))
 
 
 _REMEDIES = {Feature.GRADIENT: "pass differentiable=False where no gradient is taken"}
@@ -88,12 +94,13 @@ def forward(
     block_sizes: bool = False,
     interpretable: bool = False,
     lowers_to: str = "",
+    because: Mapping[Feature, str] | None = None,
 ) -> Callable[[Forward], Forward]:
     """Declare what a `forward_<backend>` method supports. Without it a forward takes plain query, key and value only.
 
     The arguments are the fields of `Declaration`.
     """
-    supports, rules = frozenset(supports), tuple(rules)
+    supports, rules, because = frozenset(supports), tuple(rules), dict(because or {})
     for item in supports:
         if not isinstance(item, Feature):
             raise TypeError(f"supports holds {item!r}; allowed are members of Feature")
@@ -101,8 +108,12 @@ def forward(
         if not isinstance(rule, Rule) or isinstance(rule, type):
             raise TypeError(f"rules holds {rule!r}; allowed are instances with check(spec, metadata, device) and describe()")
 
+    for feature in because:
+        if not isinstance(feature, Feature) or feature in supports:
+            raise TypeError(f"because holds {feature!r}; allowed are members of Feature that are not in supports")
+
     def declare(function: Forward) -> Forward:
-        function.__dict__["declaration"] = Declaration(supports, rules, block_sizes, interpretable, lowers_to)
+        function.__dict__["declaration"] = Declaration(supports, rules, block_sizes, interpretable, lowers_to, because)
         return function
 
     return declare

@@ -8,11 +8,16 @@ signature; `describe` is its line in the support matrix.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import importlib.util
+import inspect
+import pkgutil
 from typing import Protocol, runtime_checkable
 
 from attention_ops.device import DeviceProfile, dotted
 from attention_ops.features import Feature
+from attention_ops.masks import Window
 from attention_ops.metadata import OperationMetadata
 from attention_ops.request import RequestSpec
 
@@ -159,24 +164,20 @@ class SelfAttentionMask:
 
 @dataclasses.dataclass(frozen=True)
 class LeftWindowOnly:
-    """A window is (left, 0), together with causal masking."""
+    """A window ends at the query: its right size is 0, or the request is causal."""
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
-        if Feature.WINDOW not in spec.features or spec.mask is None:
+        if Feature.WINDOW not in spec.features or Feature.CAUSAL in spec.features or spec.mask is None:
             return None
-        windows = [part for part in spec.mask.conjuncts() if Feature.WINDOW in part.features()]
-        if len(windows) > 1:
-            return Reason(f"{len(windows)} windows in one mask, at most 1 is taken", "pass their intersection")
-        window = windows[0]
-        left, right = window.left, window.right  # type: ignore[attr-defined]
-        if left is None:
-            return Reason("the window is open to the left, it must have a left size")
-        if right != 0 and Feature.CAUSAL not in spec.features:
-            return Reason(f"window right size {right} != 0 without causal masking")
-        return None
+        windows = [part for part in spec.mask.conjuncts() if isinstance(part, Window)]
+        right = min((window.right for window in windows if window.right is not None), default=None)
+        if right == 0:
+            return None
+        found = "None (no end)" if right is None else right
+        return Reason(f"window right size {found} != 0 without causal masking", "pass causal=True, or a right size of 0")
 
     def describe(self) -> str:
-        return "window only with a left size, and with right size 0 or causal"
+        return "a window has right size 0 or is causal"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +250,86 @@ class JaxVersion:
 
     def describe(self) -> str:
         return f"JAX >= {dotted(self.minimum)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueHeadDim:
+    """A value head dim other than the query's needs newer hardware and cuDNN (multi-head latent attention)."""
+
+    capability: tuple[int, int]
+    cudnn: tuple[int, ...]
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if spec.Dv == spec.D:
+            return None
+        dims, remedy = f"value head_dim {spec.Dv} != head_dim {spec.D}", "pad both to one head_dim with softmax_scale stated"
+        found = device.compute_capability or (0, 0)
+        if found < self.capability:
+            return Reason(f"{dims} on compute capability {dotted(found)} < {dotted(self.capability)}, the minimum", remedy)
+        if (device.cudnn_version or ()) < self.cudnn:
+            version = dotted(device.cudnn_version or ()) or "not found"
+            return Reason(f"{dims} with cuDNN {version}, {dotted(self.cudnn)} is needed", "upgrade nvidia-cudnn, or " + remedy)
+        return None
+
+    def describe(self) -> str:
+        return f"value head dim = head dim below compute capability {dotted(self.capability)} or cuDNN {dotted(self.cudnn)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class NoFloat8:
+    """The runtime dtype is no 8-bit float: their products need a scaling factor per tensor, which no request has."""
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if not str(spec.dtype).startswith("float8"):
+            return None
+        return Reason(f"dtype {spec.dtype} needs a scaling factor for each tensor, which a request does not have")
+
+    def describe(self) -> str:
+        return "no 8-bit floats"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivateFunction:
+    """A function outside another package's public interface is still what the route calls.
+
+    `function` and `names` are dotted names; `parameters` are those that the route passes by name.
+    """
+
+    function: str
+    parameters: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        problem = _changed(self.function, self.parameters, self.names)
+        return Reason(problem, "install a version of jax that attention_ops allows") if problem else None
+
+    def describe(self) -> str:
+        return f"{self.function} as it is called here"
+
+
+@functools.cache
+def _changed(function: str, parameters: tuple[str, ...], names: tuple[str, ...]) -> str:
+    """Return what has changed about a function, or nothing."""
+    package = f"{function.partition('.')[0]} {_version(function.partition('.')[0])}"
+    try:
+        for name in names:
+            pkgutil.resolve_name(name)
+        found = inspect.signature(pkgutil.resolve_name(function)).parameters
+    except Exception as error:  # a private module may raise anything while it is imported
+        return f"{package} has no {function} as it was ({type(error).__name__}: {error})"
+    if missing := [name for name in parameters if name not in found]:
+        return f"{package}: {function} has no parameter {missing[0]!r}, which this route passes"
+    required = [p.name for p in found.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if unknown := [name for name in required if name not in parameters]:
+        return f"{package}: {function} needs a parameter {unknown[0]!r}, which this route does not know"
+    return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(version unknown)"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import attention_ops as ao
-from attention_ops import rules
+from attention_ops import planner, rules
 from attention_ops.device import as_profile, version_tuple
 from attention_ops.metadata import OperationMetadata
 from attention_ops.request import make_request
@@ -171,6 +171,71 @@ def test_rules_of_the_environment():
     assert "softmax dtype float64 is asked for" in str(rules.SoftmaxDtype().check(wide, metadata, GPU))
 
 
-def test_two_windows_are_one_too_many_for_a_kernel_with_one():
-    spec = _spec(causal=True, mask=ao.masks.Window(3, 0), sliding_window=(5, 0))
-    assert "2 windows in one mask" in str(rules.LeftWindowOnly().check(spec, OperationMetadata(), GPU))
+def test_several_windows_are_their_intersection():
+    check = lambda **options: rules.LeftWindowOnly().check(_spec(**options), OperationMetadata(), GPU)  # noqa: E731
+    assert check(causal=True, mask=ao.masks.Window(3, 0), sliding_window=(5, 0)) is None
+    assert check(mask=ao.masks.Window(3, 4), sliding_window=(5, 0)) is None
+    assert "window right size 2 != 0" in str(check(mask=ao.masks.Window(3, 4), sliding_window=(5, 2)))
+
+
+def test_eight_bit_floats_have_a_reason_of_their_own():
+    spec = dataclasses.replace(_spec(), dtype=np.dtype(jnp.float8_e4m3fn))
+    assert "float8_e4m3fn needs a scaling factor for each tensor" in str(rules.NoFloat8().check(spec, OperationMetadata(), GPU))
+    assert rules.NoFloat8().check(_spec(), OperationMetadata(), GPU) is None
+
+
+def test_a_value_head_dim_of_its_own():
+    rule, spec = rules.ValueHeadDim((9, 0), (9, 10)), _spec(Dv=32)
+    h100 = ao.DeviceProfile.named("h100")
+    assert rule.check(spec, OperationMetadata(), h100) is None
+    assert rule.check(_spec(), OperationMetadata(), GPU) is None
+    assert "on compute capability 8.0 < 9.0" in str(rule.check(spec, OperationMetadata(), GPU))
+    none = dataclasses.replace(h100, cudnn_version=None)
+    assert "with cuDNN not found, 9.10 is needed" in str(rule.check(spec, OperationMetadata(), none))
+
+
+def _changed(monkeypatch, function):
+    """Return what the rule says of cuDNN's function when JAX has another in its place."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn_of_jax
+
+    from attention_ops.kernels import cudnn
+
+    rule = rules.PrivateFunction(cudnn.FUNCTION, cudnn.PARAMETERS, cudnn.NAMES)
+    rules._changed.cache_clear()
+    assert rule.check(_spec(), OperationMetadata(), GPU) is None
+    rules._changed.cache_clear()
+    if function is None:
+        monkeypatch.delattr(cudnn_of_jax, "dot_product_attention")
+    else:
+        monkeypatch.setattr(cudnn_of_jax, "dot_product_attention", function)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.11.0")
+    try:
+        query = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+        planner._make_plan.cache_clear()
+        said = str(ao.plan("cudnn_flash", query, query, query, device=GPU))
+        reason = str(rule.check(_spec(), OperationMetadata(), GPU))
+        assert reason in said
+        return reason
+    finally:
+        rules._changed.cache_clear()
+        planner._make_plan.cache_clear()
+
+
+def test_a_private_function_that_changed_is_a_reason(monkeypatch):
+    renamed = lambda query, key, value, bias, q_seqlen, kv_seqlen, scale, mask_type, window=None: None  # noqa: E731
+    reason = _changed(monkeypatch, renamed)
+    assert reason.startswith("jax 0.11.0: jax._src.cudnn.fused_attention_stablehlo.dot_product_attention has no parameter")
+    assert "'sliding_window_length', which this route passes" in reason
+
+
+def test_a_private_function_that_wants_more_is_a_reason(monkeypatch):
+    def more(layout, query, key, value, bias, q_seqlen, kv_seqlen, scale, mask_type, sliding_window_length):
+        pass
+
+    assert "needs a parameter 'layout', which this route does not know" in _changed(monkeypatch, more)
+
+
+def test_a_private_function_that_is_gone_is_a_reason(monkeypatch):
+    assert "jax 0.11.0 has no jax._src.cudnn.fused_attention_stablehlo.dot_product_attention as it was" in _changed(
+        monkeypatch, None
+    )

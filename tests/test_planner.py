@@ -55,7 +55,7 @@ def test_the_measured_table_of_flash_on_a100(model, sizes, on_a100):
     assert (plan.route == "cudnn_flash/cuda") is on_a100
 
 
-A100 = "a100"
+A100, KEY = "a100", jax.random.PRNGKey(0)
 REFUSALS = [
     ({}, {}, "t4", "compute capability 7.5 < 8.0, the minimum"),
     ({}, {}, ao.DeviceProfile.named("a100", cudnn_version=(8, 9, 0)), "cuDNN 8.9.0 < 9.8, the minimum"),
@@ -66,7 +66,15 @@ REFUSALS = [
     ({"D": 76}, {}, A100, r"head_dim 76 is not a multiple of 8 \(pad to 80 with softmax_scale=76\*\*-0.5\)"),
     ({"D": 136}, {}, A100, "head_dim 136 > 128"),
     ({"D": 264}, {}, "h100", "head_dim 264 > 256, the limit on compute capability 9.0"),
-    ({"Dv": 32}, {}, "h100", "does not support a value head dim other than the query head dim"),
+    ({"Dv": 32}, {}, "h100", None),
+    ({"Dv": 32}, {}, A100, "value head_dim 32 != head_dim 64 on compute capability 8.0 < 9.0, the minimum"),
+    (
+        {"Dv": 32},
+        {},
+        ao.DeviceProfile.named("h100", cudnn_version=(9, 9, 1)),
+        "value head_dim .* with cuDNN 9.9.1, 9.10 is needed",
+    ),
+    ({}, {}, ao.DeviceProfile.named("a100", jax_version=(0, 6, 2)), "JAX 0.6.2 < 0.10, the minimum"),
     ({}, {"logits_soft_cap": 30.0}, A100, "does not support logits_soft_cap"),
     ({}, {"softmax_aux": jax.ShapeDtypeStruct((8,), jnp.float32)}, A100, "does not support attention sinks"),
     ({}, {"return_weights": True}, A100, "does not support return_weights"),
@@ -74,7 +82,14 @@ REFUSALS = [
     ({}, {"sliding_window": (5, 5)}, A100, "window right size 5 != 0 without causal masking"),
     ({}, {"sliding_window": (5, 0)}, A100, None),
     ({}, {"sliding_window": (5, 5), "causal": True}, A100, None),
-    ({}, {"sliding_window": (None, 0)}, A100, "the window is open to the left"),
+    ({}, {"sliding_window": (None, 0)}, A100, None),
+    ({}, {"sliding_window": (5, None)}, A100, r"window right size None \(no end\) != 0 without causal masking"),
+    (
+        {},
+        {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": KEY},
+        A100,
+        "does not support dropout: cuDNN's takes a seed",
+    ),
     ({"T": 127}, {"bias": jax.ShapeDtypeStruct((1, 1, 127, 127), jnp.bfloat16)}, A100, "training needs both even"),
     ({"T": 127}, {"bias": jax.ShapeDtypeStruct((1, 1, 127, 127), jnp.bfloat16), "differentiable": False}, A100, None),
     ({}, {"bias": jax.ShapeDtypeStruct((1, 1, 1, 128), jnp.float32)}, A100, "bias dtype float32 != runtime dtype bfloat16"),
