@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -181,21 +182,19 @@ class LeftWindowOnly:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenLengthsWithBiasGradient:
-    """With a trained bias, query and key length are even."""
+class EvenLengthsInTraining:
+    """Query and key length are even where gradients are taken."""
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
-        if not spec.differentiable or not spec.features & {Feature.BIAS, Feature.MASK, Feature.SEGMENTS}:
-            return None
-        if spec.T % 2 == 0 and spec.S % 2 == 0:
+        if not spec.differentiable or (spec.T % 2 == 0 and spec.S % 2 == 0):
             return None
         return Reason(
-            f"query length {spec.T}, key length {spec.S}: with a bias or dense mask, training needs both even",
-            "pad by one and mask it, or pass differentiable=False",
+            f"query length {spec.T}, key length {spec.S}: training needs both even",
+            "pad by one and pass q_lengths and kv_lengths, or pass differentiable=False",
         )
 
     def describe(self) -> str:
-        return "even lengths when a bias or dense mask is trained through"
+        return "even lengths in training"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,6 +329,73 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "(version unknown)"
+
+
+@dataclasses.dataclass(frozen=True)
+class RequiresAttribute:
+    """A module has an attribute that a kernel calls. With `features`, only requests that need one of these need that kernel."""
+
+    module: str
+    attribute: str
+    user: str
+    features: tuple[Feature, ...] = ()
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        needed = [feature.value for feature in self.features if feature in spec.features]
+        if self.features and not needed:
+            return None
+        try:
+            if hasattr(importlib.import_module(self.module), self.attribute):
+                return None
+            problem = f"{self.module} has no {self.attribute} in {self._package()}"
+        except ImportError as error:
+            problem = f"{self.module} cannot be imported ({error})"
+        what = f", to take {' and '.join(needed)}" if needed else ""
+        return Reason(f"{problem}, which {self.user} calls{what}")
+
+    def _package(self) -> str:
+        package = self.module.partition(".")[0]
+        return f"{package} {_version(package)}"
+
+    def describe(self) -> str:
+        what = f" for {' or '.join(feature.value for feature in self.features)}" if self.features else ""
+        return f"{self.module}.{self.attribute}, which {self.user} calls{what}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuBlocks:
+    """Block sizes are multiples of `lanes`, and a tile of logits takes at most `tile_bytes` in the runtime dtype.
+
+    That limit is for head dims up to `lanes`, and proportionally less for wider ones: blocks of query, key and value lie in the
+    same vector memory.
+    """
+
+    lanes: int = 128
+    tile_bytes: int = 2 << 20
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        given = {"q": metadata.block_sizes.q, "kv": metadata.block_sizes.kv}
+        for name, size in given.items():
+            if size is not None and size % self.lanes:
+                whole = -(-size // self.lanes) * self.lanes
+                return Reason(f"block_sizes.{name} {size} is not a multiple of {self.lanes}", f"use {whole}, or None to choose")
+        sizes = zip(given.values(), (spec.T, spec.S), strict=True)
+        q, kv = (min(size or self.lanes, self._whole(length)) for size, length in sizes)
+        wide = max(spec.D, spec.Dv)
+        found = q * kv * spec.dtype.itemsize * self._whole(wide) // self.lanes
+        if found <= self.tile_bytes:
+            return None
+        return Reason(
+            f"block_sizes {q} x {kv} take {found >> 10} KiB of vector memory in {spec.dtype} with head_dim {wide}, "
+            f"more than {self.tile_bytes >> 10} KiB",
+            "use smaller ones, or None to choose",
+        )
+
+    def _whole(self, size: int) -> int:
+        return -(-size // self.lanes) * self.lanes
+
+    def describe(self) -> str:
+        return f"block sizes multiples of {self.lanes}, at most {self.tile_bytes >> 20} MiB a tile"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from attention_ops.features import Feature
 from attention_ops.kernels.blockwise import blockwise_attention, blockwise_cost
+from attention_ops.kernels.splash import KERNELS, PRIVATE, TILE_BYTES, splash_attention
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import Estimate, OperationImpl, forward
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOutput, AttentionRequest, RequestSpec
+from attention_ops.rules import Dtypes, HeadDim, PrivateFunction, SoftmaxDtype, TpuBlocks
 
 
 @OperationRegistry.register
@@ -38,6 +40,40 @@ class BlockSparse(OperationImpl):
             block_kv=blocks.kv,
             skip_by_data=True,
             softmax_dtype=request.spec.softmax_dtype,
+        )
+        return AttentionOutput(output, logsumexp=logsumexp)
+
+    @forward(
+        supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS, Feature.BIAS, Feature.BIAS_GRADIENT},
+        rules=(
+            Dtypes(("bfloat16", "float32")),
+            SoftmaxDtype(),
+            HeadDim(maximum=1024),
+            TpuBlocks(tile_bytes=TILE_BYTES),
+            *(PrivateFunction(f"{KERNELS}.{name}", parameters) for name, parameters in PRIVATE.items()),
+        ),
+        interpretable=True,
+        lowers_to="tpu_custom_call",
+        block_sizes=True,
+        because={
+            Feature.BIAS: "JAX's splash kernels add nothing to the logits",
+            Feature.DROPOUT: "JAX's splash kernels draw no random numbers",
+            Feature.WEIGHTS: "the softmax never exists as a whole",
+        },
+    )
+    def forward_tpu(self, request: AttentionRequest) -> AttentionOutput:
+        """JAX's splash kernels. They know no bias and no dropout, and return no weights."""
+        blocks = self.metadata.block_sizes
+        output, logsumexp = splash_attention(
+            request.query,
+            request.key,
+            request.value,
+            mask=request.mask,
+            sinks=request.sinks,
+            scale=request.scale,
+            soft_cap=request.soft_cap,
+            block_q=blocks.q,
+            block_kv=blocks.kv,
         )
         return AttentionOutput(output, logsumexp=logsumexp)
 
