@@ -63,6 +63,13 @@ class DeviceProfile:
     def backends(self) -> tuple[str, ...]:
         return BACKENDS[self.platform]
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that one program of a GPU may use; for a device that is not known, what the least has."""
+        if self.platform == "rocm":
+            return 64 * 1024
+        return _SHARED_MEMORY.get(self.compute_capability or (0, 0), LEAST_SHARED_MEMORY // 1024) * 1024
+
     def __str__(self) -> str:
         facts = [self.platform] if self.platform != self.name else []
         if self.compute_capability:
@@ -230,6 +237,16 @@ def _cudnn_version() -> tuple[int, ...] | None:
         return found // 10000, found // 100 % 100, found % 100
     version = _installed("nvidia-cudnn-cu13") or _installed("nvidia-cudnn-cu12")
     return version_tuple(version)[:3] if version else None
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": the most shared memory per thread block, in KiB.
+# AMD's CDNA 3 has 64 KiB of local data share.
+_SHARED_MEMORY = {
+    **{(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99},
+    **{(9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99},
+}
+LEAST_SHARED_MEMORY = 99 * 1024
+"""What every NVIDIA device since compute capability 8.0 has, in bytes."""
 
 
 # Compute capabilities: NVIDIA's table "CUDA GPU Compute Capability" (developer.nvidia.com/cuda-gpus). Memory: the data sheets of

@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import pkgutil
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from attention_ops.device import DeviceProfile, dotted
@@ -427,6 +428,47 @@ class SoftmaxDtype:
 
     def describe(self) -> str:
         return f"softmax in {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class On:
+    """A rule that holds on one platform only."""
+
+    platform: str
+    rule: Rule
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        return self.rule.check(spec, metadata, device) if device.platform == self.platform else None
+
+    def describe(self) -> str:
+        return f"{self.rule.describe()} on {self.platform}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """The tiles of the kernel fit the shared memory of the device.
+
+    `needed` returns the bytes that a program takes, with the tiles that the kernel would choose for the device.
+    """
+
+    needed: Callable[..., int]
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        blocks, limit = metadata.block_sizes, device.shared_memory
+        sizes = (spec.T, spec.S, spec.D, spec.Dv, spec.dtype.itemsize)
+        needed = self.needed(*sizes, limit, blocks.q, blocks.kv, spec.differentiable)
+        if needed <= limit:
+            return None
+        stated = (blocks.q, blocks.kv) != (None, None)
+        tiles = f"tiles of block sizes ({blocks.q}, {blocks.kv})" if stated else "the smallest tiles"
+        return Reason(
+            f"{tiles} at head dims {spec.D} and {spec.Dv} in {spec.dtype} take {needed} bytes of shared memory > {limit}, "
+            f"what a program may use on {device.name}",
+            "leave block_sizes to be chosen" if stated else "",
+        )
+
+    def describe(self) -> str:
+        return "tiles that fit the shared memory"
 
 
 @dataclasses.dataclass(frozen=True)
