@@ -108,8 +108,8 @@ def test_nothing_of_size_T_times_S_exists(bias_shape):
 
 
 def test_block_sizes_cover_the_lengths_with_little_padding():
-    for T, S, groups in [(1, 7, 1), (513, 1000, 4), (4096, 4096, 1), (129, 65536, 8)]:
-        block_q, block_kv = block_sizes(T, S, groups, None, None)
+    for T, S, groups in [(1, 7, 1), (513, 1000, 4), (4096, 4096, 1), (129, 65536, 8), (1, 65000, 4)]:
+        block_q, block_kv = block_sizes(T, S, 2 * groups, 2, 64, None, None)
         assert -(-T // block_q) * block_q <= T + 8 * -(-T // block_q)
         assert -(-S // block_kv) * block_kv <= S + 8 * -(-S // block_kv)
-    assert block_sizes(100, 100, 1, 7, 9) == (7, 9)
+    assert block_sizes(100, 100, 1, 1, 64, 7, 9) == (7, 9)

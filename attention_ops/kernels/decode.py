@@ -1,0 +1,158 @@
+"""Attention of a few query rows against a long cache: reads keys and values once, as they lie, in steps that fit a cache.
+
+With one to eight queries the products are narrow and the time is that of reading. A step therefore takes all heads at once, as
+one matrix product of the keys [cols, K * D] with the queries on the diagonal of a matrix [K * D, H * T] that is zero elsewhere:
+K times the operations, and no copy with the heads moved to the front.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from attention_ops.kernels import tiles as t
+from attention_ops.kernels.tiles import NEG_INF, Shape
+from attention_ops.masks import Mask, Tile, starts_within
+
+ROWS = 32
+"""Up to this many query rows per key/value head, G * T, a call is one of decoding."""
+STEP = 1 << 20
+"""Numbers of the keys, cols * K * D, that a step reads: 4 MiB in float32, the best of 512 to 2048 keys at K 8, D 64."""
+_DIAGONAL_COLUMNS = 64
+"""Up to this many columns, H * T, the diagonal product costs less than moving the heads to the front."""
+
+
+def is_decoding(T: int, S: int, groups: int) -> bool:
+    return T * groups <= ROWS and 4 * T * groups < S
+
+
+def decode(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S K D"],
+    value: Float[Array, "B S K Dv"],
+    *,
+    mask: Mask | None,
+    bias: Array | None,
+    scale: float,
+    soft_cap: float | None,
+    block_kv: int,
+    skip_by_data: bool,
+    dtype: np.dtype,
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
+    """Return the output and the logsumexp of the keys in `dtype`. Arguments are those of `blockwise_attention`."""
+    (B, T, H, D), (_, S, K, Dv) = query.shape, value.shape
+    shape = Shape(B, T, S, K, H // K, T, min(block_kv, S), heads=K)
+    work = t.work_list(*t.tile_kinds(shape, mask, bias is not None, skip_by_data), pairs=False)
+    step = _Step(shape, mask, bias, scale, soft_cap)
+    queries = query.reshape(B, T, K, shape.G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, shape.G * T, D).astype(dtype) * scale
+
+    def row(_: None, batch: Array) -> tuple[None, tuple[Array, Array]]:
+        q = queries[batch]
+        wide = _on_diagonal(q) if H * T <= _DIAGONAL_COLUMNS else None
+
+        def visit(j: Array, state: tuple[Array, Array, Array], tiles: int, partial: bool) -> tuple[Array, Array, Array]:
+            output, highest, total = state
+            at = step.at(batch, j)
+            k, v = (step.slice(x, at).astype(dtype) for x in (key, value))
+            logits = _logits(q, wide, k)
+            logits, seen = step.finish(logits, at, j, partial)
+            new = jnp.maximum(highest, jnp.max(logits, axis=0))
+            anchor = jnp.where(new == NEG_INF, 0, new)
+            weights, keep = jnp.exp(logits - anchor), jnp.exp(highest - anchor)
+            weighted = _weighted(weights, v, seen, diagonal=wide is not None)
+            return output * keep[..., None] + weighted, new, total * keep + jnp.sum(weights, axis=0)
+
+        rows = (K, shape.G * T)
+        state = jnp.zeros((*rows, Dv), dtype), jnp.full(rows, NEG_INF, dtype), jnp.zeros(rows, dtype)
+        output, highest, total = work.loop(visit, batch, 0, 0, state)
+        empty = total == 0
+        total = jnp.where(empty, 1, total)
+        return None, (output / total[..., None], jnp.where(empty, NEG_INF, highest + jnp.log(total)))
+
+    _, (output, logsumexp) = jax.lax.scan(row, None, jnp.arange(B, dtype=jnp.int32))
+    output = output.reshape(B, H, T, Dv).transpose(0, 2, 1, 3)
+    return output, logsumexp.reshape(B, H, T).transpose(0, 2, 1)
+
+
+class _Step:
+    """One step of block_kv keys. The last one ends at S and hides what the one before has read, so nothing is padded."""
+
+    def __init__(self, shape: Shape, mask: Mask | None, bias: Array | None, scale: float, soft_cap: float | None):
+        self.shape, self.mask, self.bias, self.soft_cap = shape, mask, bias, soft_cap
+
+    def at(self, batch: Any, j: Any) -> Tile:
+        s = self.shape
+        col = jnp.minimum(j * s.block_kv, s.S - s.block_kv)
+        return Tile(batch, 0, 0, col, heads=s.query_heads, rows=s.T, cols=s.block_kv)
+
+    def slice(self, x: Array, at: Tile) -> Array:
+        """Return [block_kv, K, d] of [B, S, K, d]."""
+        sizes = (1, at.cols, *x.shape[2:])
+        return jax.lax.dynamic_slice(x, starts_within((2,) * 4, (at.batch, at.col, 0, 0)), sizes)[0]
+
+    def finish(self, logits: Float[Array, "cols K R"], at: Tile, j: Any, partial: bool) -> tuple[Array, Array | None]:
+        """Return the logits capped, biased and hidden, and what of them is visible, as [cols|1, K|1, R|1] or None for all."""
+        s, parts = self.shape, []
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        if self.bias is not None:
+            bias = self._columns(t.bias_tile(self.bias, at))
+            parts.append(bias != NEG_INF)
+            logits = logits + jnp.where(bias == NEG_INF, 0, bias.astype(logits.dtype))
+        if partial and self.mask is not None:
+            parts.append(self._columns(self.mask.tile(at)))
+        if partial and s.padded[1] != s.S:
+            parts.append((jnp.arange(at.cols) + at.col >= j * s.block_kv)[:, None, None])
+        if not parts:
+            return logits, None
+        seen = functools.reduce(jnp.logical_and, parts)
+        return jnp.where(seen, logits, NEG_INF), seen
+
+    def _columns(self, tile: Array) -> Array:
+        """[H|1, T|1, cols|1] to [cols|1, K|1, R|1]."""
+        s = self.shape
+        heads, rows, cols = tile.shape
+        if heads == 1 and rows == 1:
+            return tile.reshape(1, 1, cols).transpose(2, 0, 1)
+        tile = jnp.broadcast_to(tile, (s.query_heads if heads > 1 else s.G, s.T, cols))
+        return tile.reshape(-1, s.G * s.T, cols).transpose(2, 0, 1)
+
+
+def _on_diagonal(q: Float[Array, "K R D"]) -> Float[Array, "K D K R"]:
+    return jnp.einsum("krd,kl->kdlr", q, jnp.eye(q.shape[0], dtype=q.dtype), precision=jax.lax.Precision.HIGHEST)
+
+
+def _logits(q: Float[Array, "K R D"], wide: Array | None, k: Float[Array, "cols K D"]) -> Float[Array, "cols K R"]:
+    def by_head(k: Array) -> Array:
+        return t.dot(k.transpose(1, 0, 2), q, (2, 2)).transpose(1, 0, 2)
+
+    if wide is None:
+        return by_head(k)
+    K, R, D = q.shape
+    logits = t.dot(k.reshape(1, -1, K * D), wide.reshape(1, K * D, K * R), (2, 1)).reshape(-1, K, R)
+    # A key of one head that is NaN or Inf would reach the logits of all heads: zeros of the matrix times it.
+    return jax.lax.cond(jnp.isfinite(logits).all(), lambda k: logits, by_head, k)
+
+
+def _weighted(
+    weights: Float[Array, "cols K R"], v: Float[Array, "cols K Dv"], seen: Array | None, diagonal: bool
+) -> Float[Array, "K R Dv"]:
+    """Return the sum over keys of weights times values. Values that nothing sees may be NaN: 0 times them is left out."""
+    cols, K, R = weights.shape
+
+    def product(v: Array) -> Array:
+        if not diagonal:
+            return t.dot(weights.transpose(1, 2, 0), v.transpose(1, 0, 2), (2, 1))
+        every = t.dot(weights.reshape(1, cols, K * R), v.reshape(1, cols, -1), (1, 1)).reshape(K, R, K, -1)
+        return jnp.stack([every[head, :, head] for head in range(K)])
+
+    found = product(v)
+    if seen is None:
+        return found
+    used = jnp.any(seen, axis=2)[..., None]
+    return jax.lax.cond(jnp.isfinite(found).all(), lambda v: found, lambda v: product(jnp.where(used, v, 0)), v)

@@ -1,0 +1,337 @@
+"""What a blockwise kernel works through: tile geometry, lists of visible tiles, layout, and the logits of one tile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from attention_ops.masks import And, Mask, Positional, Tile, Tiling, starts_within
+
+NEG_INF = float("-inf")
+_HIGHEST = jax.lax.Precision.HIGHEST
+_TILE_CELLS = 1 << 18
+"""Logits of a tile that are handled at a time, if the caller does not choose: 1 MiB in float32, a tile of 512 x 512."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a call in tiles. A unit of work is `heads` key/value heads of one batch row, with their G query heads each."""
+
+    B: int
+    T: int
+    S: int
+    K: int
+    G: int
+    block_q: int
+    block_kv: int
+    heads: int
+
+    @staticmethod
+    def of(query: tuple[int, ...], key: tuple[int, ...], block_q: int, block_kv: int) -> Shape:
+        """Return the sizes for arrays [B, T, H, D] and [B, S, K, D]; small tiles take several heads at a time."""
+        B, T, H, _ = query
+        _, S, K, _ = key
+        G = H // K
+        block_q, block_kv = min(block_q, T), min(block_kv, S)
+        cells = G * block_q * block_kv
+        heads = max((n for n in range(1, K + 1) if K % n == 0 and n * cells <= _TILE_CELLS), default=1)
+        return Shape(B, T, S, K, G, block_q, block_kv, heads)
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(self.T, self.S, self.block_q, self.block_kv)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.tiling.grid
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        rows, cols = self.grid
+        return rows * self.block_q, cols * self.block_kv
+
+    @property
+    def units(self) -> int:
+        return self.K // self.heads
+
+    @property
+    def query_heads(self) -> int:
+        return self.heads * self.G
+
+
+# ---------------------------------------------------------------- work lists
+
+
+class Work(NamedTuple):
+    """For each (batch, unit, outer tile): the inner tiles to visit, and how many.
+
+    `order` holds the first tile of each pair of neighbours that are both full, then full tiles that stand alone, then partial
+    ones; `counts` says where each of the three ends. `kinds` tells which of them exist, as far as it is known while compiling.
+    """
+
+    order: Any
+    counts: Any
+    kinds: tuple[bool, bool, bool]
+
+    def loop(self, visit: Callable[..., Any], batch: Any, unit: Any, outer: Any, state: Any) -> Any:
+        """Run `visit(inner, state, tiles=, partial=)` over pairs, full tiles and partial tiles; `tiles` is 2 for a pair."""
+        index = (_within(batch, self.order.shape[0]), _within(unit, self.order.shape[1]), outer)
+        order, counts = self.order[index], self.counts[index]
+        start: Any = 0
+        for kind, (tiles, partial) in enumerate(((2, False), (1, False), (1, True))):
+            if self.kinds[kind]:
+
+                def step(n: Array, state: Any, tiles: int = tiles, partial: bool = partial) -> Any:
+                    return visit(order[n], state, tiles=tiles, partial=partial)
+
+                state = jax.lax.fori_loop(start, counts[kind], step, state)
+            start = counts[kind]
+        return state
+
+
+def _within(index: Any, size: int) -> Any:
+    return 0 if size == 1 else index
+
+
+def tile_kinds(shape: Shape, mask: Mask | None, has_bias: bool, by_data: bool) -> tuple[Any, Any]:
+    """Return (may, must) per tile as [b, units, nq, nk]; numpy where everything that counts is static, else traced."""
+    may = must = np.ones((1, 1, *shape.grid), bool)
+    parts = () if mask is None else mask.conjuncts()
+    useful = tuple(part for part in parts if by_data or (isinstance(part, Positional) and part.is_static))
+    if useful:
+        chosen = And(useful)
+        may, must = chosen.bounds(shape.tiling, np if chosen.is_static else jnp)
+    if has_bias or len(useful) < len(parts):
+        must = np.zeros((1, 1, *shape.grid), bool)
+    if shape.padded[1] != shape.S:
+        must = must & (np.arange(shape.grid[1]) < shape.grid[1] - 1)
+    return _per_unit(may, shape, False), _per_unit(must, shape, True)
+
+
+def _per_unit(kinds: Any, shape: Shape, every: bool) -> Any:
+    kinds = (np if isinstance(kinds, np.ndarray) else jnp).broadcast_to(kinds, (*kinds.shape[:2], *shape.grid))
+    b, h, *grid = kinds.shape
+    if h == 1:
+        return kinds
+    kinds = kinds.reshape(b, shape.units, shape.query_heads, *grid)
+    return kinds.all(axis=2) if every else kinds.any(axis=2)
+
+
+def work_list(may: Any, must: Any, pairs: bool = True) -> Work:
+    """List the tiles along the last axis to visit, for each index of the others; without `pairs` full tiles all stand alone."""
+    static = isinstance(may, np.ndarray) and isinstance(must, np.ndarray)
+    xp = np if static else jnp
+    full = may & must
+    first, second = _paired(full, xp) if pairs else (full & False, full & False)
+    kind = xp.where(first, 0, xp.where(second, 3, xp.where(full, 1, xp.where(may, 2, 3))))
+    order = xp.argsort(kind, axis=-1, stable=True).astype(np.int32)
+    counts = xp.stack([(kind <= n).sum(axis=-1) for n in range(3)], axis=-1).astype(np.int32)
+    if static:
+        order = order[..., : max(1, int(counts.max(initial=0)))]
+        kinds = tuple(bool(np.any(kind == n)) for n in range(3))
+    else:
+        some = bool(np.any(must)) if isinstance(must, np.ndarray) else True
+        kinds = (some and pairs and full.shape[-1] > 1, some, True)
+    return Work(jnp.asarray(order), jnp.asarray(counts), kinds)  # type: ignore[arg-type]
+
+
+def _paired(full: Any, xp: Any) -> tuple[Any, Any]:
+    """Return where the first and the second of each pair of full neighbours are."""
+    length = full.shape[-1]
+    both = full[..., : length // 2 * 2].reshape(*full.shape[:-1], -1, 2).all(axis=-1, keepdims=True)
+    widths = [(0, 0)] * (full.ndim - 1) + [(0, length % 2)]
+    first, second = (xp.concatenate(order, axis=-1) for order in ((both, both & False), (both & False, both)))
+    first, second = (xp.pad(x.reshape(*full.shape[:-1], -1), widths) for x in (first, second))
+    return first, second
+
+
+def units(shape: Shape, outer: int) -> tuple[Array, Array, Array]:
+    """Return the indices (batch, unit, outer tile) of all units of work."""
+    grid = np.indices((shape.B, shape.units, outer), dtype=np.int32)
+    return tuple(jnp.asarray(axis.reshape(-1)) for axis in grid)  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------- layout
+
+
+def by_query_head(x: Array, shape: Shape, fill: float = 0.0) -> Array:
+    """[B, T, H, d] to [B, K, G, rows, d], rows padded to whole tiles with `fill`."""
+    rows, d = shape.padded[0], x.shape[-1]
+    x = jnp.pad(x, ((0, 0), (0, rows - shape.T), (0, 0), (0, 0)), constant_values=fill)
+    return x.reshape(shape.B, rows, shape.K, shape.G, d).transpose(0, 2, 3, 1, 4)
+
+
+def by_key_head(x: Array, shape: Shape) -> Array:
+    """[B, S, K, d] to [B, K, cols, d], cols padded to whole tiles."""
+    return jnp.pad(x, ((0, 0), (0, shape.padded[1] - shape.S), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
+
+
+def query_tile(x: Array, shape: Shape, batch: Any, unit: Any, i: Any, tiles: int = 1) -> Array:
+    """Return [heads, G * tiles * block_q, d] of [B, K, G, rows, d], from query tile i."""
+    rows = tiles * shape.block_q
+    starts = starts_within((2,) * 5, (batch, unit * shape.heads, 0, i * shape.block_q, 0))
+    tile = jax.lax.dynamic_slice(x, starts, (1, shape.heads, shape.G, rows, x.shape[-1]))
+    return tile.reshape(shape.heads, shape.G * rows, x.shape[-1])
+
+
+def key_tile(x: Array, shape: Shape, batch: Any, unit: Any, j: Any, tiles: int = 1) -> Array:
+    """Return [heads, tiles * block_kv, d] of [B, K, cols, d], from key tile j."""
+    starts = starts_within((2,) * 4, (batch, unit * shape.heads, j * shape.block_kv, 0))
+    return jax.lax.dynamic_slice(x, starts, (1, shape.heads, tiles * shape.block_kv, x.shape[-1]))[0]
+
+
+def from_query_tiles(x: Array, shape: Shape) -> Array:
+    """[B * units * nq, heads, G * block_q, d] to [B, T, H, d]."""
+    rows, d = shape.grid[0], x.shape[-1]
+    x = x.reshape(shape.B, shape.units, rows, shape.heads, shape.G, shape.block_q, d)
+    x = x.transpose(0, 2, 5, 1, 3, 4, 6).reshape(shape.B, shape.padded[0], shape.K * shape.G, d)
+    return x[:, : shape.T]
+
+
+def from_query_heads(x: Array, shape: Shape) -> Array:
+    """[B * units, heads, G, rows, d] to [B, T, H, d]."""
+    x = x.reshape(shape.B, shape.K * shape.G, shape.padded[0], x.shape[-1])
+    return x.transpose(0, 2, 1, 3)[:, : shape.T]
+
+
+def from_key_tiles(x: Array, shape: Shape) -> Array:
+    """[B * units, nk, heads, block_kv, d] to [B, S, K, d]."""
+    cols, d = shape.grid[1], x.shape[-1]
+    x = x.reshape(shape.B, shape.units, cols, shape.heads, shape.block_kv, d)
+    x = x.transpose(0, 2, 4, 1, 3, 5).reshape(shape.B, shape.padded[1], shape.K, d)
+    return x[:, : shape.S]
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Contract one axis of each, with the leading axis as batch, at full precision."""
+    return jax.lax.dot_general(
+        a, b, (((contract[0],), (contract[1],)), ((0,), (0,))), precision=_HIGHEST, preferred_element_type=a.dtype
+    )
+
+
+# ---------------------------------------------------------------- one tile
+
+
+class Tiler:
+    """The logits of a tile, and what of it is visible."""
+
+    def __init__(self, shape: Shape, mask: Mask | None, bias: Array | None, soft_cap: float | None):
+        self.shape, self.soft_cap = shape, soft_cap
+        rows, cols = shape.padded
+        self.mask = None if mask is None else mask.padded(rows, cols)
+        self.bias = None if bias is None else _pad_bias(bias, shape)
+
+    def at(self, batch: Any, unit: Any, i: Any, j: Any) -> Tile:
+        s = self.shape
+        return Tile(
+            batch, unit * s.query_heads, i * s.block_q, j * s.block_kv, heads=s.query_heads, rows=s.block_q, cols=s.block_kv
+        )
+
+    def visible(self, at: Tile) -> Array | None:
+        """Return [heads|1, G|1, block_q|1, block_kv|1], or None when all of a partial tile is visible."""
+        s, parts = self.shape, []
+        if self.mask is not None:
+            parts.append(self._grouped(self.mask.tile(at)))
+        if self.bias is not None:
+            parts.append(self._bias_tile(at) != NEG_INF)
+        if s.padded[1] != s.S:
+            parts.append((jnp.arange(s.block_kv) + at.col < s.S)[None, None, None])
+        if s.padded[0] != s.T:  # rows of padding see nothing: a key only they could see may hold NaN
+            parts.append((jnp.arange(s.block_q) + at.row < s.T)[None, None, :, None])
+        return functools.reduce(jnp.logical_and, parts) if parts else None
+
+    def _grouped(self, tile: Array) -> Array:
+        s = self.shape
+        return tile[:, None] if tile.shape[0] == 1 else tile.reshape(s.heads, s.G, *tile.shape[1:])
+
+    def _bias_tile(self, at: Tile) -> Array:
+        assert self.bias is not None
+        return self._grouped(bias_tile(self.bias, at))
+
+    def logits(self, query: Array, key: Array, at: Tile) -> tuple[Array, Array | None]:
+        """Return the biased logits [heads, rows, cols] of scaled queries, and the derivative of the soft cap."""
+        logits = dot(query, key, (2, 2))
+        slope = None
+        if self.soft_cap is not None:
+            squashed = jnp.tanh(logits / self.soft_cap)
+            logits, slope = self.soft_cap * squashed, 1.0 - squashed * squashed
+        if self.bias is not None:
+            bias = self._bias_tile(at).astype(logits.dtype)
+            bias = jnp.where(bias == NEG_INF, 0.0, bias)
+            logits = (logits.reshape(self.wide) + bias).reshape(logits.shape)
+        return logits, slope
+
+    @property
+    def wide(self) -> tuple[int, int, int, int]:
+        s = self.shape
+        return s.heads, s.G, s.block_q, s.block_kv
+
+    def hide(self, visible: Array, x: Array, fill: float) -> Array:
+        """Put `fill` where a tile [heads, G * block_q, block_kv] is not visible."""
+        return jnp.where(visible, x.reshape(self.wide), fill).reshape(x.shape)
+
+    def without_unseen_keys(self, x: Array, is_finite: Array, at: Tile) -> Array:
+        """Zero the rows of a key tile that no query of the tile sees, unless all of it is finite.
+
+        The weights of hidden keys are 0, and 0 times NaN is NaN.
+        """
+        return _cleaned(x, is_finite, lambda: jnp.any(self._some(at), axis=(1, 2)))
+
+    def without_blind_queries(self, x: Array, is_finite: Array, at: Tile) -> Array:
+        """Zero the rows of a query tile that see no key of the tile, unless all of it is finite."""
+        return _cleaned(x, is_finite, lambda: self._seeing_queries(at))
+
+    def _seeing_queries(self, at: Tile) -> Array:
+        rows = jnp.any(self._some(at), axis=3)
+        return jnp.broadcast_to(rows, (rows.shape[0], self.shape.G, self.shape.block_q)).reshape(rows.shape[0], -1)
+
+    def _some(self, at: Tile) -> Array:
+        visible = self.visible(at)
+        assert visible is not None
+        return visible
+
+
+def _cleaned(x: Array, is_finite: Array, keep: Callable[[], Array]) -> Array:
+    return jax.lax.cond(is_finite, lambda x: x, lambda x: jnp.where(keep()[..., None], x, 0), x)
+
+
+def finite_tiles(x: Array, shape: Shape, block: int) -> Array:
+    """Return whether all is finite in each tile, [B, units, n], of an array [B, K, .., rows, d]."""
+    heads = x.shape[1] // shape.units
+    x = x.reshape(shape.B, shape.units, heads, -1, x.shape[-2] // block, block * x.shape[-1])
+    return jnp.isfinite(x).all(axis=-1).all(axis=(2, 3))
+
+
+def _pad_bias(bias: Array, shape: Shape) -> Array:
+    widths = [(0, 0), (0, 0)]
+    for axis, (length, padded) in enumerate(zip((shape.T, shape.S), shape.padded, strict=True), start=2):
+        widths.append((0, padded - length if bias.shape[axis] == length and length > 1 else 0))
+    return jnp.pad(bias, widths)
+
+
+def _bias_window(bias: Array, at: Tile) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return where a tile lies in a bias: starts and sizes, 0 and 1 on the axes it broadcasts."""
+    starts = starts_within(bias.shape, (at.batch, at.head, at.row, at.col))
+    return starts, tuple(min(n, size) for n, size in zip(bias.shape, (1, at.heads, at.rows, at.cols), strict=True))
+
+
+def bias_tile(bias: Array, at: Tile) -> Array:
+    """Return [heads|1, rows|1, cols|1] of a bias."""
+    starts, sizes = _bias_window(bias, at)
+    return jax.lax.dynamic_slice(bias, starts, sizes)[0]
+
+
+def add_bias_tile(d_bias: Array, d_logits: Float[Array, "heads G rows cols"], at: Tile) -> Array:
+    """Add one tile's gradient to that of the bias, summed over the axes the bias broadcasts."""
+    starts, sizes = _bias_window(d_bias, at)
+    tile = d_logits.reshape(1, at.heads, at.rows, at.cols)
+    over = tuple(axis for axis in range(1, 4) if sizes[axis] == 1 and tile.shape[axis] != 1)
+    tile = jnp.sum(tile, axis=over, keepdims=True)
+    return jax.lax.dynamic_update_slice(d_bias, jax.lax.dynamic_slice(d_bias, starts, sizes) + tile, starts)
