@@ -459,12 +459,9 @@ class SharedMemory:
         needed = self.needed(*sizes, limit, blocks.q, blocks.kv, spec.differentiable)
         if needed <= limit:
             return None
-        stated = (blocks.q, blocks.kv) != (None, None)
-        tiles = f"tiles of block sizes ({blocks.q}, {blocks.kv})" if stated else "the smallest tiles"
         return Reason(
-            f"{tiles} at head dims {spec.D} and {spec.Dv} in {spec.dtype} take {needed} bytes of shared memory > {limit}, "
-            f"what a program may use on {device.name}",
-            "leave block_sizes to be chosen" if stated else "",
+            f"the smallest tiles at head dims {spec.D} and {spec.Dv} in {spec.dtype} take {needed} bytes of shared memory "
+            f"> {limit}, what a program may use on {device.name}"
         )
 
     def describe(self) -> str:

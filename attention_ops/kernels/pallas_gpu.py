@@ -76,7 +76,7 @@ def pallas_gpu_attention(
     Inputs are float32, bfloat16 or float16, head dims at most 256; sums and softmax are in float32, and products of float32 are
     not rounded to TF32. Differentiable in query, key, value, bias and sinks. Beyond inputs and outputs it takes O(B * H * T), and
     the list of work where the visible tiles of a row do not follow each other. `skip_by_data` is as in `blockwise_attention`.
-    `shared_memory` is what one program of the device may use, in bytes. Block sizes are rounded up to powers of two, 16 or more.
+    `shared_memory` is what one program of the device may use, in bytes; block sizes are fitted to it, see `choose`.
     """
     (B, T, H, D), (_, S, K, _), Dv = query.shape, key.shape, value.shape[3]
     if 0 in (B, T, S):

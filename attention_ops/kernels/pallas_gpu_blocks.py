@@ -67,22 +67,30 @@ def choose(
 ) -> Blocks:
     """Return the tiles of a kernel where a program may take `limit` bytes of shared memory; the smallest where none fits.
 
-    Sizes that the caller states are rounded up to powers of two, 16 or more, and only the rest is chosen.
+    Sizes that the caller states are rounded up to powers of two, 16 or more, and halved until they fit.
     """
-    options = []
-    for candidate in _HALF[kernel] if itemsize == 2 else _SINGLE:
-        q, kv = padded(block_q or candidate.q), padded(block_kv or candidate.kv)
-        options.append(Blocks(min(q, padded(T)), min(kv, padded(S)), candidate.stages))
+    candidates = _HALF[kernel] if itemsize == 2 else _SINGLE
+    if block_q or block_kv:
+        candidates = _halved(padded(block_q or candidates[0].q), padded(block_kv or candidates[0].kv), candidates[0].stages)
+    options = [dataclasses.replace(x, q=min(x.q, padded(T)), kv=min(x.kv, padded(S))) for x in candidates]
     options.append(dataclasses.replace(options[-1], stages=1))
 
     def fits(blocks: Blocks) -> bool:
-        return shared_memory(kernel, blocks, D, Dv, itemsize) <= limit and (
-            None not in (block_q, block_kv) or sum(_registers(kernel, blocks, D, Dv)) <= _REGISTERS[itemsize]
-        )
+        registers = sum(_registers(kernel, blocks, D, Dv))
+        return shared_memory(kernel, blocks, D, Dv, itemsize) <= limit and registers <= _REGISTERS[itemsize]
 
     chosen = next(filter(fits, options), options[-1])
     few = _registers(kernel, chosen, D, Dv)[0] <= (64 * 128 if itemsize == 2 else 16 * 64)
     return dataclasses.replace(chosen, warps=4 if few else 8)
+
+
+def _halved(q: int, kv: int, stages: int) -> tuple[Blocks, ...]:
+    """Return tiles of q by kv and smaller ones, the longer side halved each time."""
+    sizes = [(q, kv)]
+    while max(q, kv) > LEAST:
+        q, kv = (q // 2, kv) if q > kv else (q, kv // 2)
+        sizes.append((q, kv))
+    return tuple(Blocks(*size, n) for size in sizes for n in (stages, 2))
 
 
 def most_shared_memory(

@@ -72,7 +72,7 @@ class BlockSparse(OperationImpl):
         },
     )
     def forward_gpu(self, request: AttentionRequest) -> AttentionOutput:
-        """Our Pallas kernels (Triton). Block sizes are rounded up to powers of two, 16 or more."""
+        """Our Pallas kernels (Triton). Block sizes are rounded up to powers of two, 16 or more, and halved until they fit."""
         from attention_ops.kernels.pallas_gpu import pallas_gpu_attention
 
         blocks = self.metadata.block_sizes
