@@ -13,6 +13,8 @@ with install_import_hook("attention_ops.kernels", "beartype.beartype"):
     import attention_ops.kernels.cudnn
     import attention_ops.kernels.dense
     import attention_ops.kernels.jax_nn
+    import attention_ops.kernels.splash
+    import attention_ops.kernels.splash_masks
 
 import jax
 import jax.numpy as jnp

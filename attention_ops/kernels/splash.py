@@ -127,7 +127,7 @@ def splash_attention(
     sizes = block_sizes(T, S, width, dtype.itemsize, block_q, block_kv)
     static, runtime = lower(mask, B, T, S, *sizes)
     if mask is not None:
-        query, key, value = zeroed(query, key, value, *_visibility(mask, static, query, key, value))
+        query, key, value = _without_unseen(mask, static, query, key, value)
     query, key = _scaled(query, key, scale, split)
     folded = [_fold(x, static, side) for x, side in ((query, 0), (key, 1), (value, 1))]
     settings = _Settings(static, soft_cap, is_interpreted())
@@ -179,26 +179,26 @@ def _unfold(x: Array, static: StaticPart, B: int, T: int, H: int) -> Array:
     return x.reshape(H, B, -1, x.shape[-1]).transpose(1, 2, 0, 3)[:, :T]
 
 
-def _visibility(mask: Mask, static: StaticPart, query: Array, key: Array, value: Array) -> tuple[Any, Any]:
-    """Return which queries see a key, and which keys are seen, as `visibility.visibility` does, but without a [T, S] array.
+def _without_unseen(mask: Mask, static: StaticPart, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """Zero the queries that see no key and the keys and values that nothing sees, as the kernel multiplies them by 0.
 
-    With run-time data that takes as many boolean operations as the mask has cells, and is only needed where something that could
-    leak is there: without NaN, Inf and huge numbers all count as visible, whatever the mask says.
+    Of run-time data, finding them takes as many boolean operations as the mask has cells, though never a [T, S] array. That is
+    only done where something that could leak is there: NaN, Inf or huge numbers.
     """
     (B, T, H, _), (S, K) = query.shape, key.shape[1:3]
     if mask.is_static:
         planned = static_tiles(static.mask, static.layout)
-        return _by_head(planned.sees, planned.seen, K)
+        if planned.sees.all() and planned.seen.all():
+            return query, key, value
+        return zeroed(query, key, value, *_by_head(jnp.asarray(planned.sees), jnp.asarray(planned.seen), K))
     arrays = [jax.lax.stop_gradient(x) for x in (query, key, value)]
     tame = functools.reduce(jnp.logical_and, (jnp.max(jnp.abs(x.astype(jnp.float32))) < _TAME for x in arrays))
     look = functools.partial(runtime_visibility, mask, B, H, T, S, LANES)
-    shapes = jax.eval_shape(look)
-    everything = [jnp.ones(x.shape, bool) for x in shapes]
-    sees, seen = jax.lax.cond(tame, lambda: tuple(everything), look)
-    return _by_head(sees, seen, K)
+    everything = tuple(jnp.ones(x.shape, bool) for x in jax.eval_shape(look))
+    return zeroed(query, key, value, *_by_head(*jax.lax.cond(tame, lambda: everything, look), K))
 
 
-def _by_head(sees: Any, seen: Any, K: int) -> tuple[Any, Any]:
+def _by_head(sees: Array, seen: Array, K: int) -> tuple[Array, Array]:
     """[b, h, T] to [b, T, h, 1]; [b, h, S] to [b, S, K|1, 1]."""
     b, h, S = seen.shape
     if h > 1:

@@ -305,7 +305,7 @@ def static_tiles(mask: Mask | None, layout: Layout) -> StaticTiles:
     index, distinct = np.zeros_like(kinds), dict[bytes, int]()
     sees, seen = np.zeros((b, h, layout.padded[0]), bool), np.zeros((b, h, layout.padded[1]), bool)
     tiles: list[np.ndarray] = []
-    for batch, head, i, j in np.argwhere(kinds != EMPTY):
+    for batch, head, i, j in np.argwhere(kinds != EMPTY).tolist():
         rows = slice(i * layout.block_q, (i + 1) * layout.block_q)
         cols = slice(j * layout.block_kv, (j + 1) * layout.block_kv)
         if kinds[batch, head, i, j] == FULL:
