@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from attention_ops import registry, tuning
+from attention_ops import registry, tuning, verdicts
 from attention_ops.device import BACKENDS, DeviceProfile
 from attention_ops.errors import NoRouteError, UnknownOperationError
 from attention_ops.metadata import BACKEND_NAMES, BlockSizes, OperationMetadata
@@ -148,15 +148,15 @@ def make_plan(
 ) -> Plan:
     """Plan a request. One name is followed by its declared fallbacks; several names, or a `Chain`, are all that is tried.
 
-    A name is an operation ("flash"), an alias, or a single route ("flash/native"). Cached, until an operation is registered or
-    block sizes are tuned.
+    A name is an operation ("flash"), an alias, or a single route ("flash/native"). A route that failed the selftest on such a
+    device is refused. Cached, until an operation is registered, block sizes are tuned or verdicts are saved.
 
     Raises:
         UnknownOperationError: a name is not registered.
         NoRouteError: every candidate refused; the message has all reasons.
     """
     local = spec if metadata.mesh is None else local_spec(spec, metadata)
-    return _make_plan(requested, local, metadata, device, source, registry.generation(), tuning.table())
+    return _make_plan(requested, local, metadata, device, source, registry.generation(), tuning.table(), verdicts.table())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,6 +168,7 @@ def _make_plan(
     source: str,
     generation: int,
     tuned: tuning.Table,
+    proven: verdicts.Table,
 ) -> Plan:
     decisions: list[Decision] = []
     chosen: tuple[type[OperationImpl], Route] | None = None
@@ -178,7 +179,9 @@ def _make_plan(
             found = ", ".join(operation.routes) or "none"
             decisions.append(Decision(name, (Reason(f"has no route for {device.platform}, only for {found}"),)))
         for route in routes:
-            decision = Decision(route.name, route.refusals(spec, metadata, device))
+            failed = proven.refusal(route.name, device)
+            reasons = route.refusals(spec, metadata, device)
+            decision = Decision(route.name, reasons if failed is None else (*reasons, failed))
             decisions.append(decision)
             if chosen is None and decision.accepted:
                 chosen = operation, route

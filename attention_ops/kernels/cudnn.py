@@ -32,8 +32,8 @@ class NativeMask:
 
     causal: bool = False
     window: int | None = None
-    q_lengths: Array | None = None
-    kv_lengths: Array | None = None
+    q_lengths: Array | jax.ShapeDtypeStruct | None = None
+    kv_lengths: Array | jax.ShapeDtypeStruct | None = None
 
     @property
     def has_lengths(self) -> bool:

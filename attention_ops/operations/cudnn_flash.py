@@ -15,7 +15,7 @@ from attention_ops.rules import (
     ComputeCapability,
     CudnnVersion,
     Dtypes,
-    EvenLengthsWithBiasGradient,
+    EvenLengthsInTraining,
     HeadDim,
     JaxVersion,
     LeftWindowOnly,
@@ -33,8 +33,9 @@ class CudnnFlash(OperationImpl):
     Causal, windows to the left and lengths are the kernel's own and cost nothing. Any other mask, segment ids included, becomes a
     bias of T * S numbers: packed sequences would go in as offsets, but how many there are is not known while compiling.
 
-    The limits are those that JAX 0.10 checks before it calls the kernel, and three that it leaves to the library: compute
-    capability 8.0, cuDNN 9.8 (JAX's installation page), and the value head dim. Under `jax.vmap` JAX's batching rule applies:
+    The limits are those that JAX 0.10 checks before it calls the kernel (in training it wants even lengths, which is cuDNN's rule
+    for a bias, of every request), and three that it leaves to the library: compute capability 8.0, cuDNN 9.8 (JAX's installation
+    page), and the value head dim. Under `jax.vmap` JAX's batching rule applies:
     query, key and value are mapped together, a bias or mask has all four axes, and Dv == D; anything else is its error.
     """
 
@@ -67,7 +68,7 @@ class CudnnFlash(OperationImpl):
             HeadDim(maximum=128, multiple_of=8, maximum_from=(((9, 0), 256),)),
             ValueHeadDim((9, 0), (9, 10)),
             LeftWindowOnly(),
-            EvenLengthsWithBiasGradient(),
+            EvenLengthsInTraining(),
         ),
         lowers_to="__cudnn$fmha",
         because={

@@ -22,6 +22,7 @@ import click
 @click.option("--quick/--full", "quick", default=True, help="The table of cases (default), or the whole grid.")
 @click.option("--seed", default=0, show_default=True, help="Seed of all data.")
 @click.option("--case", "cases", multiple=True, metavar="NAME", help="Run this case only. Repeatable.")
+@click.option("--save", is_flag=True, help="Keep the verdicts: a route that fails is refused on this device until it passes.")
 @click.option("--json", "json_file", metavar="FILE", help="Also write the report as JSON.")
 def main(
     operations: tuple[str, ...],
@@ -30,14 +31,20 @@ def main(
     quick: bool,
     seed: int,
     cases: tuple[str, ...],
+    save: bool,
     json_file: str | None,
 ) -> None:
-    """Prove every attention route that can run here against the law in float64.
+    """Prove every attention route against the law in float64, as far as this machine allows.
 
-    A quick run on CPU compiles all but the timed cases without XLA's optimisations; --full compiles as your programs do, and
-    takes half an hour. Exit status: 0 all proven, 1 a failure, 2 bad usage.
+    Routes for the device here run on it. Others run in the interpreter of their kernels, or are lowered for their device and the
+    kernel calls compared with what was asked for; a route that has never run on its device is named with that at the end.
+
+    On CPU most cases are compiled without XLA's optimisations. --full takes some ten times as long. Exit status: 0 all proven as
+    far as that, 1 a failure, 2 bad usage.
     """
     with _errors_in_one_line():
+        if save and (cases or config):
+            raise click.UsageError(f"--save keeps verdicts on whole routes; leave out {'--case' if cases else '--config'}")
         if json_file is not None and not pathlib.Path(json_file).absolute().parent.is_dir():
             raise click.UsageError(f"--json {json_file}: there is no such folder")
         for module in modules:
@@ -62,6 +69,9 @@ def main(
         if json_file is not None:
             pathlib.Path(json_file).write_text(json.dumps(found.to_dict(), indent=2) + "\n")
     report.show(found, sys.stdout)
+    if save:
+        with _errors_in_one_line():
+            report.show_saved(*runner.save(found, settings), sys.stdout)
     sys.exit(0 if found.ok else 1)
 
 

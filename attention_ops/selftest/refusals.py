@@ -31,6 +31,7 @@ class Refusals:
     route: Route
     seed: int
     compiler_options: Mapping[str, Any] = dataclasses.field(hash=False)
+    runs_here: Callable[[Plan], bool] = lambda plan: True  # whether what a call is planned on can be run to see what it gives
 
     def checks(self) -> dict[str, Callable[[], str]]:
         """Return the checks by case name."""
@@ -63,7 +64,7 @@ class Refusals:
         decision = next((d for d in chosen.decisions if d.route == name), None)
         if decision is not None and not any(str(found).startswith(reason) for found in decision.reasons):
             return f"the plan does not say that {name} {reason}:\n{chosen}"
-        return self._runs_elsewhere(case, asks, chosen)
+        return self._runs_elsewhere(case, asks, chosen) if self.runs_here(chosen) else ""
 
     def _runs_elsewhere(self, case: Case, asks: calls.Asks, chosen: Plan) -> str:
         """Make the call by the name of the operation: the route of the plan must run, and give what the law gives."""

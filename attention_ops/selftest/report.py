@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 from attention_ops.selftest.results import Failure, Report, RouteReport
 from attention_ops.selftest.runner import Progress
+from attention_ops.verdicts import Verdict
 
 SHOWN_FAILURES = 12
 """Failures printed per route; the JSON report and `--case` have the rest."""
@@ -48,7 +50,17 @@ def show(report: Report, stream: TextIO = sys.stdout) -> None:
     for route in report.routes:
         for line in _failure_lines(route):
             print(line, file=stream)
+    for route in report.routes:
+        if route.caveat and route.status != "unavailable":
+            print(f"{route.route}: {route.caveat}", file=stream)
     print(summary(report), file=stream)
+
+
+def show_saved(file: pathlib.Path, standing: Iterable[Verdict], stream: TextIO = sys.stdout) -> None:
+    """Print where verdicts were saved, and which older failures this run was too small to take back."""
+    print(f"verdicts saved in {file}", file=stream)
+    for verdict in standing:
+        print(f"{verdict.route} passed, and stays refused: an older run failed ({verdict.reason}); {verdict.rerun}", file=stream)
 
 
 def summary(report: Report) -> str:
@@ -67,7 +79,7 @@ def _cells(route: RouteReport) -> tuple[str, ...]:
         route.status,
         route.proof,
         cases if tested else "-",
-        _number(route.max_error) if tested else "-",
+        _number(route.max_error) if tested and route.proof != "lowering" else "-",
         "-" if route.time_ratio is None else f"{route.time_ratio:.2f}x",
     )
 

@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from attention_ops.device import DeviceProfile
+
 Status = Literal["passed", "failed", "unavailable"]
 ProofKind = Literal["numeric", "interpreter", "lowering", "none"]
 
@@ -17,7 +19,7 @@ class Settings:
     """How a run is made.
 
     Attributes:
-        full: the whole grid, compiled as users compile.
+        full: the whole grid.
         seed: of all data.
         cases: names of the only cases to run; none means the table.
         declarations: also show that what a route does not declare goes elsewhere, and that all it declares was asked for.
@@ -80,7 +82,10 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class RouteReport:
-    """The verdict on one route. `max_error` is the worst error over its bound: up to 1 passes."""
+    """The verdict on one route. `max_error` is the worst error over its bound: up to 1 passes.
+
+    `device` is the one it was proven for, which need not be here, and `caveat` says then what was not proven.
+    """
 
     operation: str
     route: str
@@ -93,6 +98,8 @@ class RouteReport:
     seconds: float = 0.0
     failures: tuple[Failure, ...] = ()
     time_ratio: float | None = None
+    device: DeviceProfile | None = None
+    caveat: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         finite = self.max_error is not None and math.isfinite(self.max_error)
@@ -105,6 +112,8 @@ class RouteReport:
             "failed": self.failed,
             "max_error": round(self.max_error, 4) if finite and self.max_error is not None else None,
             "reason": self.reason,
+            "device": None if self.device is None else str(self.device),
+            "caveat": self.caveat,
             "seconds": round(self.seconds, 3),
         }
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextvars
 import dataclasses
+import datetime
 import functools
 import os
+import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attention_ops
+from attention_ops import storage, verdicts
 from attention_ops.device import DeviceProfile
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.registry import OperationRegistry
-from attention_ops.selftest import calls, cases, provers, table
-from attention_ops.selftest.provers import CaseSource, Prover, Subject
-from attention_ops.selftest.results import CaseResult, Report, RouteReport, Settings, Work
+from attention_ops.selftest import calls, cases, execution, provers, table
+from attention_ops.selftest.cases import Case
+from attention_ops.selftest.elsewhere import LOWERS
+from attention_ops.selftest.results import CaseResult, ProofKind, Report, RouteReport, Settings, Work
+from attention_ops.selftest.subject import CaseSource, Prover, Subject
+from attention_ops.verdicts import Verdict
 
 Progress = Callable[[int, int, str], None]
 _THREADS = 4
@@ -28,10 +35,11 @@ _REPEATS = 5
 
 @dataclasses.dataclass
 class _Job:
-    """One subject with its work, and what came of it."""
+    """One subject with its work, for the device it is proven for, and what came of it."""
 
     subject: Subject
     prover: Prover | None
+    device: DeviceProfile
     reason: str
     work: list[Work]
     results: list[CaseResult] = dataclasses.field(default_factory=list)
@@ -59,26 +67,48 @@ def run(
         UnknownOperationError: a name is not registered.
         UnknownCaseError: the settings name a case that does not exist.
     """
-    device = DeviceProfile.current()
+    here = DeviceProfile.current()
     source = source or _source(settings)
     names = OperationRegistry.names() if operations is None else operations
     metadata = metadata or OperationMetadata()
     subjects = [subject for name in names for subject in _subjects(OperationRegistry.get(name), metadata)]
-    jobs = [_job(subject, source, settings, device) for subject in subjects]
-    _execute(jobs, progress)
-    ratios = _time(jobs, settings)
+    with verdicts.ignored():  # those of earlier runs
+        jobs = [_job(subject, source, settings, here) for subject in subjects]
+        _execute(jobs, progress)
+        ratios = _time(jobs, settings)
     reports = [_verdict(job, settings, ratios.get(id(job))) for job in jobs]
     broken = OperationRegistry.unavailable() if operations is None else {}
     reports += [RouteReport(name, name, "unavailable", "none", reason=error) for name, error in broken.items()]
-    return Report(attention_ops.__version__, str(device), tuple(report for report in reports if report is not None))
+    return Report(attention_ops.__version__, str(here), tuple(report for report in reports if report is not None))
 
 
 def _source(settings: Settings) -> CaseSource:
-    named = [cases.parse(name) for name in settings.cases if not name.startswith(("refuse/", "inactive_"))]
-    if settings.cases:
-        return lambda subject: [case for case in named if case.features <= subject.target.supports]
-    grid = table.full if settings.full else table.quick
-    return lambda subject: grid(subject.target.supports) if subject.route is not None else [*map(cases.parse, _PICKING)]
+    return _named(settings.cases) if settings.cases else functools.partial(_from_table, full=settings.full)
+
+
+def _named(names: Sequence[str]) -> CaseSource:
+    """Return the cases of these names, those to be lowered for that proof and the others for the rest."""
+    ran = [cases.parse(name) for name in names if not name.startswith(("refuse/", "inactive_", LOWERS))]
+    lowered = [cases.parse(name.removeprefix(LOWERS)) for name in names if name.startswith(LOWERS)]
+
+    def source(subject: Subject, proof: ProofKind) -> Sequence[Case]:
+        named = lowered if proof == "lowering" else ran
+        return [case for case in named if case.features <= subject.target.supports]
+
+    return source
+
+
+_GRIDS = {
+    "numeric": (table.quick, table.full),
+    "interpreter": (table.sample, table.interpreted),
+    "lowering": (table.lowered_sample, table.lowered),
+}
+
+
+def _from_table(subject: Subject, proof: ProofKind, full: bool) -> Sequence[Case]:
+    if subject.route is None:
+        return [*map(cases.parse, _PICKING)] if proof == "numeric" else []
+    return _GRIDS[proof][full](subject.target.supports)
 
 
 _PICKING = (
@@ -96,14 +126,14 @@ def _subjects(operation: type[OperationImpl], metadata: OperationMetadata) -> li
     return [Subject(operation, route, metadata) for route in operation.routes.values()] or [Subject(operation, None, metadata)]
 
 
-def _job(subject: Subject, source: CaseSource, settings: Settings, device: DeviceProfile) -> _Job:
+def _job(subject: Subject, source: CaseSource, settings: Settings, here: DeviceProfile) -> _Job:
     reasons = []
     for prover in provers.PROVERS:
-        obstacle = prover.obstacle(subject, device)
+        obstacle = prover.obstacle(subject, here)
         if not obstacle:
-            return _Job(subject, prover, "", prover.work(subject, source, settings, device))
+            return _Job(subject, prover, prover.device(subject, here), "", prover.work(subject, source, settings, here))
         reasons.append(obstacle)
-    return _Job(subject, None, "; ".join(dict.fromkeys(reasons)), [])
+    return _Job(subject, None, here, "; ".join(dict.fromkeys(reasons)), [])
 
 
 # ---------------------------------------------------------------- execution
@@ -114,7 +144,7 @@ def _execute(jobs: Sequence[_Job], progress: Progress) -> None:
     total, done = sum(len(work.cases) for job in jobs for work in job.work), 0
     progress(0, total, "")
     with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        futures = {pool.submit(_timed, work): (job, work) for job in jobs for work in job.work}
+        futures = {pool.submit(contextvars.copy_context().run, _timed, work): (job, work) for job in jobs for work in job.work}
         for future in concurrent.futures.as_completed(futures):
             job, work = futures[future]
             results, seconds = future.result()
@@ -150,7 +180,7 @@ def _yardstick_call(name: str, settings: Settings) -> Callable[[], Any]:
     case, target = cases.parse(name), calls.Target(route.name, route.declaration.supports)
     asks = calls.asks_of(case, target.supports)
     args = calls.arguments(case, [case.problem(settings.seed)], target, asks)
-    return functools.partial(provers.once, calls.program(args.call, args.inputs, {}), args)
+    return functools.partial(execution.once, calls.program(args.call, args.inputs, {}), args)
 
 
 def _best(call: Callable[[], Any]) -> float:
@@ -170,8 +200,8 @@ def _verdict(job: _Job, settings: Settings, time_ratio: float | None) -> RouteRe
     """Return the report on a subject; None where the cases that were named have nothing for it."""
     operation, route = job.subject.operation.name, job.subject.name
     if job.prover is None:
-        return RouteReport(operation, route, "unavailable", "none", reason=job.reason)
-    if not job.results and settings.cases:
+        return RouteReport(operation, route, "unavailable", "none", reason=job.reason, caveat=_caveat(job))
+    if not job.results and (settings.cases or not settings.declarations):
         return None
     order = {name: index for index, name in enumerate(name for work in job.work for name in work.cases)}
     results = sorted(job.results, key=lambda result: order[result.case])
@@ -190,4 +220,44 @@ def _verdict(job: _Job, settings: Settings, time_ratio: float | None) -> RouteRe
         seconds=job.seconds,
         failures=failures,
         time_ratio=time_ratio,
+        device=job.device,
+        caveat=_caveat(job),
     )
+
+
+def _caveat(job: _Job) -> str:
+    """Return what was not proven of a route, or nothing."""
+    proof, route = "none" if job.prover is None else job.prover.proof, job.subject.route
+    if proof == "numeric" or route is None:
+        return ""
+    said = {
+        "interpreter": f"its kernel ran in the interpreter, with the rules of {job.device.name}",
+        "lowering": f"its calls were lowered for {job.device.name} and their settings compared, and no number was computed",
+        "none": "nothing is proven",
+    }
+    return f"declared for {route.backend} but never run on the device: {said[proof]}"
+
+
+def save(report: Report, settings: Settings) -> tuple[pathlib.Path, tuple[Verdict, ...]]:
+    """Keep what a run found out; return the file, and the older failures that this run was too small to take back.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    today, versions = datetime.date.today().isoformat(), verdicts.versions()
+    found = [
+        Verdict(
+            machine=verdicts.machine_of(route.device),
+            versions=versions,
+            route=route.route,
+            passed=route.status == "passed",
+            proof=route.proof,
+            full=settings.full,
+            seed=settings.seed,
+            reason="" if route.status == "passed" else route.reason,
+            date=today,
+        )
+        for route in report.routes
+        if route.device is not None
+    ]
+    return storage.path(verdicts.FILE), verdicts.keep(found)

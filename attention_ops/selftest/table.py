@@ -79,20 +79,54 @@ def quick(declared: frozenset[Feature]) -> list[Case]:
 
 
 def full(declared: frozenset[Feature]) -> list[Case]:
-    """Return the whole grid."""
+    """Return the whole grid: each ingredient alone, each pair of features by itself, sizes, dtypes and modes."""
     cases = quick(declared)
-    for parts in [(), *_alone(declared, INGREDIENTS)]:
-        cases += [*(make(parts, "small", dtype) for dtype in DTYPES), make(parts, "tiles")]
-    for one, other in itertools.combinations(_alone(declared, ALONE), 2):
-        cases += [make({*one, *other}, "tiles"), make({*one, *other}, "small", "bfloat16")]
-    for geometry, dtype in itertools.product(GEOMETRIES, DTYPES[:2]):
-        cases += [make(_split(parts), geometry, dtype) for parts in ("plain", "causal+gqa", "kv_lengths+bias_heads+soft_cap")]
-    for (parts, *_), mode in itertools.product(PAIRED, MODES):
-        cases.append(make(_split(parts), mode=mode))
-    for dtype, parts in itertools.product(("bfloat16", "float16"), ("sinks", "sinks_many", "sinks_shared")):
+    alone = {frozenset(parts) for parts in _alone(declared, ALONE)}
+    for index, parts in enumerate([(), *_alone(declared, INGREDIENTS)]):
+        dtypes = DTYPES if not parts or frozenset(parts) in alone else (DTYPES[index % 3],)
+        cases += [*(make(parts, "small", dtype) for dtype in dtypes), make(parts, "tiles")]
+    for index, (one, other) in enumerate(itertools.combinations(_alone(declared, ALONE), 2)):
+        cases.append(make({*one, *other}, *_PAIR_SIZES[index % len(_PAIR_SIZES)]))
+    for index, geometry in enumerate(GEOMETRIES):
+        for count, parts in enumerate(("plain", "causal+gqa", "kv_lengths+bias_heads+soft_cap")):
+            cases.append(make(_split(parts), geometry, DTYPES[(index + count) % 2]))
+    for index, mode in enumerate(MODES):
+        for parts, *_ in (PAIRED[index % len(PAIRED)], PAIRED[(index + 3) % len(PAIRED)]):
+            cases.append(make(_split(parts), mode=mode))
+    for dtype, parts in zip(("bfloat16", "float16", "bfloat16"), ("sinks", "sinks_many", "sinks_shared"), strict=True):
         cases.append(make((parts,), "aligned", dtype, "cancel"))
     cases += [make((), "deep", dtype, "large") for dtype in DTYPES]
     return _applicable(cases, declared)
+
+
+_PAIR_SIZES = (("tiles", "float32"), ("small", "bfloat16"), ("square", "float16"))
+
+
+def sample(declared: frozenset[Feature]) -> list[Case]:
+    """Return a few cases that have every feature in them, for kernels in their interpreter, which is slow."""
+    cases = [make(()), *(parse("/".join(row)) for row in PAIRED[:2])]
+    return _applicable(cases, declared)
+
+
+def interpreted(declared: frozenset[Feature]) -> list[Case]:
+    """Return the grid for kernels in their interpreter: the quick one without its long sequences, and each feature at tiles."""
+    cases = [case for case in quick(declared) if case.sizes.S < 500 and case.variant != "nan"]
+    cases += [make(parts, "tiles", "bfloat16") for parts in [(), *_alone(declared, ALONE)]]
+    return _applicable(cases, declared)
+
+
+def lowered(declared: frozenset[Feature]) -> list[Case]:
+    """Return the cases that are lowered and not run: each ingredient alone, and the combinations of the quick grid."""
+    cases = [make(parts) for parts in [(), *_alone(declared, INGREDIENTS)]]
+    cases += [parse("/".join(row)) for row in (*PAIRED, *OTHERS) if len(row) < 4]
+    cases += [make(_split(parts), mode=mode) for parts, mode in IN_MODES if mode in ("bare", "forward", "remat")]
+    return [case for case in _applicable(cases, declared) if not case.variant]
+
+
+def lowered_sample(declared: frozenset[Feature]) -> list[Case]:
+    """Return some of these."""
+    cases = [make(()), *map(make, _alone(declared, ("causal", "window_left"))), *(parse("/".join(row)) for row in PAIRED)]
+    return [case for case in _applicable(cases, declared) if not case.variant]
 
 
 def _split(parts: str) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def test_a_loaded_operation_is_proven(module, tmp_path):
     assert list(found) == ["version", "device", "ok", "routes"]
     assert found["ok"] is True
     (route,) = found["routes"]
-    keys = ["operation", "route", "status", "proof", "cases", "failed", "max_error", "reason", "seconds"]
+    keys = ["operation", "route", "status", "proof", "cases", "failed", "max_error", "reason", "device", "caveat", "seconds"]
     assert list(route) == keys
     assert (route["operation"], route["route"], route["status"]) == ("loaded", "loaded/native", "passed")
     assert route["cases"] == 4

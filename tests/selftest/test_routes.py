@@ -194,10 +194,13 @@ def test_a_further_kind_of_proof_can_be_added(mine, monkeypatch):
     class Lowering:
         proof = "lowering"
 
-        def obstacle(self, subject, device):
+        def device(self, subject, here):
+            return here
+
+        def obstacle(self, subject, here):
             return "" if subject.route.backend == "tpu" else "only for tpu"
 
-        def work(self, subject, source, settings, device):
+        def work(self, subject, source, settings, here):
             return [Work(("lowers",), lambda: [CaseResult("lowers", 0.5)])]
 
     monkeypatch.setattr(provers, "PROVERS", (*provers.PROVERS, Lowering()))
@@ -244,5 +247,9 @@ def test_the_built_in_operations_are_proven(tmp_path):
         assert route["cases"] > 30
     assert by_route["auto"]["status"] == "passed"
     cudnn = by_route["cudnn_flash/cuda"]
-    assert (cudnn["status"], cudnn["proof"], cudnn["cases"]) == ("unavailable", "none", 0)
-    assert "cuda" in cudnn["reason"]
+    assert (cudnn["status"], cudnn["proof"], cudnn["max_error"]) == ("passed", "lowering", 0)
+    assert cudnn["cases"] > 15
+    assert "never run on the device" in cudnn["caveat"]
+    elsewhere = [route for route in found["routes"] if not route["route"].endswith(("/native", "/cpu", "auto"))]
+    assert all(route["status"] == "passed" and route["proof"] in ("interpreter", "lowering") for route in elsewhere)
+    assert all(f"{route['route']}: declared for" in result.output for route in elsewhere)
