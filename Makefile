@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: selftest selftest-full test lint types unit docs doctest bench docs-tables clean
+.PHONY: selftest selftest-full test test-device lint types unit docs doctest bench docs-tables clean
 .DELETE_ON_ERROR:
 
 selftest: $(VENV)/.package
@@ -15,6 +15,11 @@ selftest-full: $(VENV)/.package
 	$(BIN)/python -m attention_ops.selftest --full
 
 test: $(VENV)/.tests lint types docs doctest unit
+
+# On a machine with a GPU or a TPU and JAX for it (pip install '.[cuda]' or '.[tpu]'): the cases that need the device.
+test-device: export JAX_PLATFORMS :=
+test-device: $(VENV)/.tests
+	$(BIN)/pytest -rs tests/gpu tests/tpu
 
 lint: $(VENV)/.tests
 	$(BIN)/ruff format --check .

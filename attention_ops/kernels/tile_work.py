@@ -26,9 +26,9 @@ class TileWork:
     """The inner tiles of each outer tile, in three runs: partial, full, partial.
 
     Attributes:
-        bounds: int32 [b, h, outer, 4], where the runs begin and end: the first is [0, 1), the full one [1, 2), the last [2, 3).
+        bounds: int32 [b, h, outer, 4], where the runs begin and end: the first from 0 to 1, the full one to 2, the last to 3.
         order: int32 [b, h, outer, n], the inner tile at each place of the runs, or None where place n is tile n: the visible
-            tiles of every outer tile follow each other, so a kernel reads memory in order and nothing of size outer * n exists.
+            tiles of every outer tile follow each other, so that a kernel reads memory in order and no list.
         has_before, has_full, has_after: False where it is known while compiling that no outer tile has such a run.
 
     b and h are 1 where the batch row or the query head makes no difference.
