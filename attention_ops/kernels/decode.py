@@ -1,13 +1,15 @@
 """Attention of a few query rows against a long cache: reads keys and values once, as they lie, in steps that fit a cache.
 
-With one to eight queries the products are narrow and the time is that of reading. A step therefore takes all heads at once, as
-one matrix product of the keys [cols, K * D] with the queries on the diagonal of a matrix [K * D, H * T] that is zero elsewhere:
-K times the operations, and no copy with the heads moved to the front.
+With one to eight queries the products are narrow and the time is that of reading. A step therefore takes all heads at once and
+moves none to the front: the logits are one matrix product of the keys [cols, K * D] with the queries on the diagonal of a matrix
+[K * D, H * T] that is zero elsewhere, K times the operations; the values are weighted and summed element by element.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +25,8 @@ ROWS = 32
 """Up to this many query rows per key/value head, G * T, a call is one of decoding."""
 STEP = 1 << 20
 """Numbers of the keys, cols * K * D, that a step reads: 4 MiB in float32, the best of 512 to 2048 keys at K 8, D 64."""
-_DIAGONAL_COLUMNS = 64
-"""Up to this many columns, H * T, the diagonal product costs less than moving the heads to the front."""
+_NARROW = 8
+"""Up to this many query rows per key/value head that costs less than moving the heads to the front."""
 
 
 def is_decoding(T: int, S: int, groups: int) -> bool:
@@ -49,22 +51,20 @@ def decode(
     shape = Shape(B, T, S, K, H // K, T, min(block_kv, S), heads=K)
     work = t.work_list(*t.tile_kinds(shape, mask, bias is not None, skip_by_data), pairs=False)
     step = _Step(shape, mask, bias, scale, soft_cap)
-    queries = query.reshape(B, T, K, shape.G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, shape.G * T, D).astype(dtype) * scale
+    queries = query.reshape(B, T, K, shape.G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, shape.G * T, D)
+    product = _Product(shape.G * T <= _NARROW, scale, dtype)
 
     def row(_: None, batch: Array) -> tuple[None, tuple[Array, Array]]:
-        q = queries[batch]
-        wide = _on_diagonal(q) if H * T <= _DIAGONAL_COLUMNS else None
-
         def visit(j: Array, state: tuple[Array, Array, Array], tiles: int, partial: bool) -> tuple[Array, Array, Array]:
             output, highest, total = state
             at = step.at(batch, j)
-            k, v = (step.slice(x, at).astype(dtype) for x in (key, value))
-            logits = _logits(q, wide, k)
-            logits, seen = step.finish(logits, at, j, partial)
+            # Read anew in each place: the copy that a branch would ask for costs more than all the rest.
+            read_key, read_value = (functools.partial(step.read, x, at) for x in (key, value))
+            logits, seen = step.finish(product.logits(queries[batch], read_key), at, j, partial)
             new = jnp.maximum(highest, jnp.max(logits, axis=0))
             anchor = jnp.where(new == NEG_INF, 0, new)
             weights, keep = jnp.exp(logits - anchor), jnp.exp(highest - anchor)
-            weighted = _weighted(weights, v, seen, diagonal=wide is not None)
+            weighted = product.weighted(weights, read_value, seen)
             return output * keep[..., None] + weighted, new, total * keep + jnp.sum(weights, axis=0)
 
         rows = (K, shape.G * T)
@@ -90,7 +90,7 @@ class _Step:
         col = jnp.minimum(j * s.block_kv, s.S - s.block_kv)
         return Tile(batch, 0, 0, col, heads=s.query_heads, rows=s.T, cols=s.block_kv)
 
-    def slice(self, x: Array, at: Tile) -> Array:
+    def read(self, x: Array, at: Tile) -> Array:
         """Return [block_kv, K, d] of [B, S, K, d]."""
         sizes = (1, at.cols, *x.shape[2:])
         return jax.lax.dynamic_slice(x, starts_within((2,) * 4, (at.batch, at.col, 0, 0)), sizes)[0]
@@ -123,36 +123,50 @@ class _Step:
         return tile.reshape(-1, s.G * s.T, cols).transpose(2, 0, 1)
 
 
-def _on_diagonal(q: Float[Array, "K R D"]) -> Float[Array, "K D K R"]:
-    return jnp.einsum("krd,kl->kdlr", q, jnp.eye(q.shape[0], dtype=q.dtype), precision=jax.lax.Precision.HIGHEST)
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """The two products of a step. Keys and values are read anew wherever they are used: a copy costs more than the rest."""
+
+    is_narrow: bool
+    scale: float
+    dtype: np.dtype
+
+    def logits(self, q: Float[Array, "K R D"], read_key: Callable[[], Array]) -> Float[Array, "cols K R"]:
+        K, R, D = q.shape
+
+        def by_head() -> Array:
+            return t.dot(_heads_first(read_key(), self.dtype), scaled, (2, 2)).transpose(1, 0, 2)
+
+        scaled = q.astype(self.dtype) * self.scale
+        if not self.is_narrow:
+            return by_head()
+        wide = jnp.zeros((K, D, K, R), self.dtype).at[jnp.arange(K), :, jnp.arange(K)].set(scaled.transpose(0, 2, 1))
+        flat = t.dot(read_key().astype(self.dtype).reshape(1, -1, K * D), wide.reshape(1, K * D, K * R), (2, 1))
+        logits = flat.reshape(-1, K, R)
+        # A key of one head that is NaN or Inf would reach the logits of all heads: zeros of the matrix times it.
+        return jax.lax.cond(jnp.isfinite(logits).all(), lambda: logits, by_head)
+
+    def weighted(
+        self, weights: Float[Array, "cols K R"], read_value: Callable[[], Array], seen: Array | None
+    ) -> Float[Array, "K R Dv"]:
+        """Return the sum over keys of weights times values. Values that nothing sees may be NaN: 0 times them is left out."""
+        found = self._weighted(weights, read_value())
+        if seen is None:
+            return found
+
+        def without_unseen() -> Array:
+            return self._weighted(weights, jnp.where(jnp.any(seen, axis=2)[..., None], read_value(), 0))
+
+        return jax.lax.cond(jnp.isfinite(found).all(), lambda: found, without_unseen)
+
+    def _weighted(self, weights: Array, v: Float[Array, "cols K Dv"]) -> Array:
+        R = weights.shape[2]
+        if not self.is_narrow:
+            return t.dot(weights.transpose(1, 2, 0), _heads_first(v, self.dtype), (2, 1))
+        # XLA does not vectorise the sum for one row: ten times slower than for two.
+        rows = weights if R > 1 else jnp.concatenate([weights, jnp.zeros_like(weights)], axis=2)
+        return jnp.sum(rows[..., None] * v.astype(self.dtype)[:, :, None], axis=0)[:, :R]
 
 
-def _logits(q: Float[Array, "K R D"], wide: Array | None, k: Float[Array, "cols K D"]) -> Float[Array, "cols K R"]:
-    def by_head(k: Array) -> Array:
-        return t.dot(k.transpose(1, 0, 2), q, (2, 2)).transpose(1, 0, 2)
-
-    if wide is None:
-        return by_head(k)
-    K, R, D = q.shape
-    logits = t.dot(k.reshape(1, -1, K * D), wide.reshape(1, K * D, K * R), (2, 1)).reshape(-1, K, R)
-    # A key of one head that is NaN or Inf would reach the logits of all heads: zeros of the matrix times it.
-    return jax.lax.cond(jnp.isfinite(logits).all(), lambda k: logits, by_head, k)
-
-
-def _weighted(
-    weights: Float[Array, "cols K R"], v: Float[Array, "cols K Dv"], seen: Array | None, diagonal: bool
-) -> Float[Array, "K R Dv"]:
-    """Return the sum over keys of weights times values. Values that nothing sees may be NaN: 0 times them is left out."""
-    cols, K, R = weights.shape
-
-    def product(v: Array) -> Array:
-        if not diagonal:
-            return t.dot(weights.transpose(1, 2, 0), v.transpose(1, 0, 2), (2, 1))
-        every = t.dot(weights.reshape(1, cols, K * R), v.reshape(1, cols, -1), (1, 1)).reshape(K, R, K, -1)
-        return jnp.stack([every[head, :, head] for head in range(K)])
-
-    found = product(v)
-    if seen is None:
-        return found
-    used = jnp.any(seen, axis=2)[..., None]
-    return jax.lax.cond(jnp.isfinite(found).all(), lambda v: found, lambda v: product(jnp.where(used, v, 0)), v)
+def _heads_first(x: Float[Array, "cols K d"], dtype: np.dtype) -> Float[Array, "K cols d"]:
+    return jax.lax.optimization_barrier(x.transpose(1, 0, 2)).astype(dtype)
