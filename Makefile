@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: selftest selftest-full test test-device lint types unit docs doctest bench docs-tables clean
+.PHONY: selftest selftest-full test test-device lint types unit docs doctest fuzz bench docs-tables clean
 .DELETE_ON_ERROR:
 
 selftest: $(VENV)/.package
@@ -36,6 +36,11 @@ doctest: $(VENV)/.tests
 
 docs: $(VENV)/.tests
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The laws of tests/test_properties.py on more than 50,000 drawn requests. FUZZ_SEED=n for other ones.
+FUZZ_SEED ?= 0
+fuzz: $(VENV)/.tests
+	ATTENTION_OPS_FUZZ=25 $(BIN)/pytest -x tests/test_properties.py --hypothesis-seed=$(FUZZ_SEED) --hypothesis-show-statistics
 
 bench: $(VENV)/.package
 	$(BIN)/python -m attention_ops.bench
