@@ -109,12 +109,12 @@ def test_every_layer_runs_at_reduced_size(name: str, kind: str):
         ("stable_diffusion_3_medium", "a100", "cudnn_flash/cuda"),
         ("stable_diffusion_3_5_large", "a100", "cudnn_flash/cuda"),
         ("llama3_2_1b", "cpu", "blocksparse/native"),
-        ("deepseek_v3_mla", "a100", "blocksparse/native"),
+        ("deepseek_v3_mla", "a100", "blocksparse/gpu"),
     ],
 )
 def test_the_chain_of_a_config_is_tried_in_order(name: str, device: str, route: str):
     loaded = load(name)
-    assert loaded.build().plan(*loaded.shapes(), device=device).route == route
+    assert loaded.build().plan(*loaded.shapes(), device=device, differentiable=False).route == route
 
 
 def test_gemma2_alternates_local_and_global():

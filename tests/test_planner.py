@@ -39,20 +39,11 @@ def test_gemma2_on_h100_is_accepted():
     assert ao.plan("cudnn_flash", *_shapes(**GEMMA2), device="h100", causal=True).route == "cudnn_flash/cuda"
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes", "on_a100"),
-    [
-        ("gemma_2b", {"H": 8, "K": 1, "D": 256}, False),
-        ("gemma2_2b", {"H": 8, "K": 4, "D": 256}, False),
-        ("gemma3_1b", {"H": 4, "K": 1, "D": 256}, False),
-        ("llama3_2_1b", {"H": 32, "K": 8, "D": 64}, True),
-        ("stable_diffusion_3_medium", {"H": 24, "K": 24, "D": 64}, True),
-        ("stable_diffusion_3_5_large", {"H": 38, "K": 38, "D": 64}, True),
-    ],
-)
-def test_the_measured_table_of_flash_on_a100(model, sizes, on_a100):
-    plan = ao.plan("cudnn_flash", *_shapes(T=1024, **sizes), device="a100")
-    assert (plan.route == "cudnn_flash/cuda") is on_a100
+def test_a_dtype_that_no_gpu_kernel_has_is_a_reason():
+    with jax.enable_x64(True):
+        plan = ao.plan("flash", *_shapes(dtype=jnp.float64), device="a100")
+    assert plan.route == "flash/native"
+    assert any(reason.startswith("dtype float64 is not one of") for reason in _reasons(plan, "flash/gpu"))
 
 
 A100, KEY = "a100", jax.random.PRNGKey(0)
@@ -160,7 +151,7 @@ def test_a_chain_replaces_the_declared_fallbacks():
 def test_a_single_route_can_be_named():
     plan = ao.plan("flash/native", *_shapes(), device="cpu")
     assert [decision.route for decision in plan.decisions] == ["flash/native"]
-    with pytest.raises(ao.UnknownOperationError, match="no route is named 'flash/tpux'; flash has flash/native"):
+    with pytest.raises(ao.UnknownOperationError, match="no route is named 'flash/tpux'; flash has .*flash/native"):
         ao.plan("flash/tpux", *_shapes(), device="cpu")
 
 

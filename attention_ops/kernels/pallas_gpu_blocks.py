@@ -77,7 +77,7 @@ def choose(
 
     def fits(blocks: Blocks) -> bool:
         registers = sum(_registers(kernel, blocks, D, Dv))
-        return shared_memory(kernel, blocks, D, Dv, itemsize) <= limit and registers <= _REGISTERS[itemsize]
+        return shared_memory(kernel, blocks, D, Dv, itemsize) <= limit and registers <= _REGISTERS[2 if itemsize == 2 else 4]
 
     chosen = next(filter(fits, options), options[-1])
     few = _registers(kernel, chosen, D, Dv)[0] <= (64 * 128 if itemsize == 2 else 16 * 64)

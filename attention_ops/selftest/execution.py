@@ -125,7 +125,8 @@ def _untested(subject: Subject, exercised: set[Feature], settings: Settings, sta
 
 def _run_group(subject: Subject, settings: Settings, stand: Stand, group: Sequence[Case], timed: bool) -> list[CaseResult]:
     """Compile once, run each."""
-    options = compiler_options(fast=not timed and not (settings.full and any(case.name in _AS_USERS for case in group)))
+    as_users = timed or (settings.full and not stand.absent and any(case.name in _AS_USERS for case in group))
+    options = compiler_options(fast=not as_users)
     programs: dict[Any, Any] = {}
     with stand.on():
         return [_run_case(subject, settings, case, programs, options, timed) for case in group]

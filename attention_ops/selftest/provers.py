@@ -30,3 +30,28 @@ class Numeric:
 
 
 PROVERS: tuple[Prover, ...] = (Numeric(), Interpreted(), Lowered())
+
+
+def prover_of(subject: Subject, here: DeviceProfile) -> tuple[Prover | None, str]:
+    """Return the strongest prover for a subject on the device here; without one, why each of them cannot prove it."""
+    reasons = []
+    for prover in PROVERS:
+        obstacle = prover.obstacle(subject, here)
+        if not obstacle:
+            return prover, ""
+        reasons.append(obstacle)
+    return None, "; ".join(dict.fromkeys(reasons))
+
+
+def caveat(subject: Subject, prover: Prover | None, here: DeviceProfile) -> str:
+    """Return what is not proven of a subject by that prover, or nothing."""
+    if subject.route is None or (prover is not None and prover.proof == "numeric"):
+        return ""
+    name = "" if prover is None else prover.device(subject, here).name
+    said = {
+        "interpreter": f"its kernel ran in the interpreter, with the rules of {name}",
+        "lowering": f"its calls were lowered for {name} and their settings compared, and no number was computed",
+        "none": "nothing is proven",
+    }
+    proof = "none" if prover is None else prover.proof
+    return f"declared for {subject.route.backend} but never run on the device: {said[proof]}"

@@ -41,6 +41,7 @@ class _Job:
     prover: Prover | None
     device: DeviceProfile
     reason: str
+    caveat: str
     work: list[Work]
     results: list[CaseResult] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
@@ -127,13 +128,12 @@ def _subjects(operation: type[OperationImpl], metadata: OperationMetadata) -> li
 
 
 def _job(subject: Subject, source: CaseSource, settings: Settings, here: DeviceProfile) -> _Job:
-    reasons = []
-    for prover in provers.PROVERS:
-        obstacle = prover.obstacle(subject, here)
-        if not obstacle:
-            return _Job(subject, prover, prover.device(subject, here), "", prover.work(subject, source, settings, here))
-        reasons.append(obstacle)
-    return _Job(subject, None, here, "; ".join(dict.fromkeys(reasons)), [])
+    prover, reason = provers.prover_of(subject, here)
+    caveat = provers.caveat(subject, prover, here)
+    if prover is None:
+        return _Job(subject, None, here, reason, caveat, [])
+    device, work = prover.device(subject, here), prover.work(subject, source, settings, here)
+    return _Job(subject, prover, device, "", caveat, work)
 
 
 # ---------------------------------------------------------------- execution
@@ -200,7 +200,7 @@ def _verdict(job: _Job, settings: Settings, time_ratio: float | None) -> RouteRe
     """Return the report on a subject; None where the cases that were named have nothing for it."""
     operation, route = job.subject.operation.name, job.subject.name
     if job.prover is None:
-        return RouteReport(operation, route, "unavailable", "none", reason=job.reason, caveat=_caveat(job))
+        return RouteReport(operation, route, "unavailable", "none", reason=job.reason, caveat=job.caveat)
     if not job.results and (settings.cases or not settings.declarations):
         return None
     order = {name: index for index, name in enumerate(name for work in job.work for name in work.cases)}
@@ -221,21 +221,8 @@ def _verdict(job: _Job, settings: Settings, time_ratio: float | None) -> RouteRe
         failures=failures,
         time_ratio=time_ratio,
         device=job.device,
-        caveat=_caveat(job),
+        caveat=job.caveat,
     )
-
-
-def _caveat(job: _Job) -> str:
-    """Return what was not proven of a route, or nothing."""
-    proof, route = "none" if job.prover is None else job.prover.proof, job.subject.route
-    if proof == "numeric" or route is None:
-        return ""
-    said = {
-        "interpreter": f"its kernel ran in the interpreter, with the rules of {job.device.name}",
-        "lowering": f"its calls were lowered for {job.device.name} and their settings compared, and no number was computed",
-        "none": "nothing is proven",
-    }
-    return f"declared for {route.backend} but never run on the device: {said[proof]}"
 
 
 def save(report: Report, settings: Settings) -> tuple[pathlib.Path, tuple[Verdict, ...]]:

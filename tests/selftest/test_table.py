@@ -39,10 +39,15 @@ def test_full_has_more():
     quick, full = set(table.quick(Feature.ALL)), set(table.full(Feature.ALL))
     assert quick < full
     assert {part for case in full for part in case.parts} == set(INGREDIENTS)
-    pairs = {(frozenset(case.features), case.dtype) for case in full}
-    assert (frozenset({Feature.BIAS, Feature.SINKS}), "bfloat16") in pairs
+    found = {(frozenset(case.features), case.dtype) for case in full}
     for dtype in cases.DTYPES:
-        assert (frozenset({Feature.SEGMENTS}), dtype) in pairs
+        assert (frozenset({Feature.SEGMENTS}), dtype) in found
+    by_themselves = {features for features, _ in found}
+    for one, other in itertools.combinations(sorted(Feature.ALL - _ASKED - {Feature.OFFSET}), 2):
+        assert frozenset({one, other}) in by_themselves
+    for geometry, mode in itertools.zip_longest(cases.GEOMETRIES, cases.MODES):
+        assert any(case.geometry == geometry for case in full)
+        assert mode is None or any(case.mode == mode for case in full)
 
 
 @pytest.mark.parametrize("case", table.quick(Feature.ALL), ids=lambda case: case.name)
