@@ -213,7 +213,8 @@ class Mask:
         """Return the share of T*S in tiles that are not known to be empty: 1.0 when nothing is known."""
         if T == 0 or S == 0:
             return 0.0
-        return float(np.mean(self.block_map(T, S, min(block, T), min(block, S)) != EMPTY))
+        kinds = self.block_map(T, S, min(block, T), min(block, S))
+        return float(np.mean(kinds != EMPTY)) if kinds.size else 0.0  # a static array of an empty batch has no tiles
 
     def show(self, T: int, S: int | None = None, **options: Any) -> MaskPicture:
         """Return the picture of the mask over T queries and S keys (T if None). Options: those of `drawing.draw`.

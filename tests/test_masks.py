@@ -176,3 +176,7 @@ def test_an_offset_left_open_is_resolved():
 def test_errors(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+def test_a_static_array_of_an_empty_batch_has_nothing_visible():
+    assert masks.Dense(np.ones((0, 1, 3, 5), bool)).visible_fraction(3, 5) == 0.0
