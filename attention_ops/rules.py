@@ -17,9 +17,11 @@ import pkgutil
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from attention_ops.device import DeviceProfile, dotted
 from attention_ops.features import Feature
-from attention_ops.masks import Window
+from attention_ops.masks import Causal, Lengths, Segments, Window
 from attention_ops.metadata import OperationMetadata
 from attention_ops.request import RequestSpec
 
@@ -334,16 +336,16 @@ def _version(package: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RequiresAttribute:
-    """A module has an attribute that a kernel calls. With `features`, only requests that need one of these need that kernel."""
+    """A module has an attribute that a kernel calls, where a request needs that kernel: for `feature`, and without `unless`."""
 
     module: str
     attribute: str
     user: str
-    features: tuple[Feature, ...] = ()
+    feature: Feature
+    unless: Feature
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
-        needed = [feature.value for feature in self.features if feature in spec.features]
-        if self.features and not needed:
+        if self.feature not in spec.features or self.unless in spec.features:
             return None
         try:
             if hasattr(importlib.import_module(self.module), self.attribute):
@@ -351,28 +353,100 @@ class RequiresAttribute:
             problem = f"{self.module} has no {self.attribute} in {self._package()}"
         except ImportError as error:
             problem = f"{self.module} cannot be imported ({error})"
-        what = f", to take {' and '.join(needed)}" if needed else ""
-        return Reason(f"{problem}, which {self.user} calls{what}")
+        return Reason(f"{problem}, which {self.user} calls, the one for {self.feature.value} without {self.unless.value}")
 
     def _package(self) -> str:
         package = self.module.partition(".")[0]
         return f"{package} {_version(package)}"
 
     def describe(self) -> str:
-        what = f" for {' or '.join(feature.value for feature in self.features)}" if self.features else ""
-        return f"{self.module}.{self.attribute}, which {self.user} calls{what}"
+        return f"{self.module}.{self.attribute}, which {self.user} calls, for {self.feature.value} without {self.unless.value}"
+
+
+@dataclasses.dataclass(frozen=True)
+class NotBeside:
+    """A request with `feature`, and without `unless`, has none of `others`."""
+
+    feature: Feature
+    unless: Feature
+    others: tuple[Feature, ...]
+    why: str
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        found = [other.value for other in self.others if other in spec.features]
+        if self.feature not in spec.features or self.unless in spec.features or not found:
+            return None
+        return Reason(f"{self.feature.value} together with {' and '.join(found)}, without {self.unless.value}: {self.why}")
+
+    def describe(self) -> str:
+        return (
+            f"no {' or '.join(other.value for other in self.others)} beside {self.feature.value}, unless with {self.unless.value}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskInKernel:
+    """Without a bias, into which any mask can go, the mask is one the kernel knows itself.
+
+    That is causal masks and windows from offset 0, lengths, and one pair of segment ids of at most 32 bits. Windows need as many
+    queries as keys.
+    """
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if spec.mask is None or Feature.BIAS in spec.features:
+            return None
+        unknown = self._unknown(spec)
+        if not unknown:
+            return None
+        return Reason(f"{' and '.join(unknown)} without a bias: the kernel would need it as an array [B, H, T, S]")
+
+    def _unknown(self, spec: RequestSpec) -> list[str]:
+        unknown, segments = [], 0
+        for part in spec.mask.conjuncts() if spec.mask is not None else ():
+            if isinstance(part, Segments):
+                segments += 1
+                known = segments == 1 and all(np.can_cast(ids.dtype, np.int32) for ids in (part.q, part.kv))
+            elif isinstance(part, Window):
+                known = isinstance(part.offset, int) and part.offset == 0 and spec.T == spec.S
+            else:
+                known = isinstance(part, Lengths) or (
+                    isinstance(part, Causal) and isinstance(part.offset, int) and part.offset == 0
+                )
+            unknown += [] if known else [str(part)]
+        return unknown
+
+    def describe(self) -> str:
+        return "without a bias: masks are causal or windows (T == S) from offset 0, lengths, one pair of segment ids"
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlyBeside:
+    """`feature` is taken only together with `other`."""
+
+    feature: Feature
+    other: Feature
+    why: str
+
+    def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
+        if self.feature not in spec.features or self.other in spec.features:
+            return None
+        return Reason(f"{self.feature.value} without {self.other.value}: {self.why}")
+
+    def describe(self) -> str:
+        return f"{self.feature.value} only with {self.other.value}"
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuBlocks:
-    """Block sizes are multiples of `lanes`, and a tile of logits takes at most `tile_bytes` in the runtime dtype.
+    """Block sizes are multiples of `lanes`, and a tile takes at most `tile_bytes` in `dtype`, the runtime dtype if None.
 
     That limit is for head dims up to `lanes`, and proportionally less for wider ones: blocks of query, key and value lie in the
     same vector memory.
     """
 
+    tile_bytes: int
+    dtype: str | None = None
     lanes: int = 128
-    tile_bytes: int = 2 << 20
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
         given = {"q": metadata.block_sizes.q, "kv": metadata.block_sizes.kv}
@@ -382,12 +456,12 @@ class TpuBlocks:
                 return Reason(f"block_sizes.{name} {size} is not a multiple of {self.lanes}", f"use {whole}, or None to choose")
         sizes = zip(given.values(), (spec.T, spec.S), strict=True)
         q, kv = (min(size or self.lanes, self._whole(length)) for size, length in sizes)
-        wide = max(spec.D, spec.Dv)
-        found = q * kv * spec.dtype.itemsize * self._whole(wide) // self.lanes
+        wide, dtype = max(spec.D, spec.Dv), np.dtype(self.dtype or spec.dtype)
+        found = q * kv * dtype.itemsize * self._whole(wide) // self.lanes
         if found <= self.tile_bytes:
             return None
         return Reason(
-            f"block_sizes {q} x {kv} take {found >> 10} KiB of vector memory in {spec.dtype} with head_dim {wide}, "
+            f"block_sizes {q} x {kv} take {found >> 10} KiB of vector memory in {dtype} with head_dim {wide}, "
             f"more than {self.tile_bytes >> 10} KiB",
             "use smaller ones, or None to choose",
         )

@@ -15,6 +15,7 @@ with install_import_hook("attention_ops.kernels", "beartype.beartype"):
     import attention_ops.kernels.jax_nn
     import attention_ops.kernels.splash
     import attention_ops.kernels.splash_masks
+    import attention_ops.kernels.tpu_flash
 
 import jax
 import jax.numpy as jnp

@@ -192,6 +192,62 @@ CASES = {
 }
 
 
+def _biased(b: int, h: int, T: int, S: int, dtype: Any = np.float32, **others: Any) -> Any:
+    def options(rng: np.random.Generator) -> dict[str, Any]:
+        bias = rng.normal(0, 2, (b, h, T, S))
+        blocked = rng.random(bias.shape) < 0.2
+        blocked[..., 5, :] = blocked[..., 7] = True
+        return {"bias": np.where(blocked, -np.inf, bias).astype(dtype), **others}
+
+    return options
+
+
+FLASH_CASES = {
+    case.name: case
+    for case in (
+        Case("plain", 256, 256, _fixed(), K=H),
+        Case("ragged value dim", 200, 300, _fixed(), K=H, Dv=40),
+        Case("causal", 300, 300, _fixed(causal=True), K=H),
+        Case("causal wide bfloat16", 300, 300, _fixed(causal=True), K=H, D=128, Dv=128, dtype="bfloat16"),
+        Case("causal hidden keys", 130, 300, _fixed(causal=True, query_offset=0), K=H),
+        Case("causal more queries", 300, 130, _fixed(causal=True, query_offset=0), K=H),
+        Case(
+            "causal segments sinks",
+            300,
+            300,
+            lambda rng: {**_segments(300, 300)(rng), "causal": True, "softmax_aux": _sinks(rng)},
+            K=H,
+        ),
+        Case("lengths", 300, 260, _fixed(q_lengths=np.array([300, 90]), kv_lengths=np.array([0, 200])), K=H),
+        Case("bias", 200, 300, _biased(B, H, 200, 300)),
+        Case("bias bfloat16", 200, 300, _biased(1, H, 200, 300, ml_dtypes.bfloat16), D=128, Dv=128, dtype="bfloat16"),
+        Case("bias scale", 200, 300, _biased(B, 1, 200, 300, softmax_scale=-1.7)),
+        Case("bias scale zero", 200, 300, _biased(B, 1, 200, 300, softmax_scale=0.0)),
+        Case(
+            "bias everything",
+            200,
+            300,
+            lambda rng: {
+                **_scattered(B, 1, 200, 300, causal=True, query_offset=_OFFSETS)(rng),
+                **_segments(200, 300, sliding_window=(90, 0))(rng),
+                **_biased(1, H, 200, 300)(rng),
+                "kv_lengths": np.array([290, 120]),
+                "softmax_aux": _sinks(rng),
+            },
+        ),
+    )
+}
+
+WINDOW_CASES = {
+    case.name: case
+    for case in (
+        Case("window", 300, 300, _fixed(sliding_window=(40, 10)), K=H),
+        Case("window causal", 300, 300, _fixed(causal=True, sliding_window=(40, 60)), K=H),
+        Case("window open bfloat16", 300, 300, _fixed(sliding_window=(None, 10)), K=H, D=128, Dv=128, dtype="bfloat16"),
+    )
+}
+
+
 def _sinks(rng: np.random.Generator) -> np.ndarray:
     return rng.normal(1.0, 1.0, (H, 2)).astype(np.float32)
 

@@ -2,7 +2,7 @@
 
 The kernels are JAX's, forward and backward; what surrounds them is ours. JAX's own entry point offers no derivative of the
 logsumexp, gives some mean of the values for a row with no allowed key, lets NaN behind a mask through, takes lengths that its
-blocks divide only, and one schedule for all samples. It leaves the scale to the caller: see `_scaled`.
+blocks divide only, and one schedule for all samples. It leaves the scale to the caller: see `scaled`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from jaxtyping import Array, Float
 
 from attention_ops.kernels.interpreter import is_interpreted
 from attention_ops.kernels.sinks import output_with_sinks
-from attention_ops.kernels.splash_masks import LANES, RuntimePart, StaticPart, lower, runtime_visibility, schedule, static_tiles
+from attention_ops.kernels.splash_masks import (
+    LANES,
+    Layout,
+    RuntimePart,
+    StaticPart,
+    lower,
+    runtime_visibility,
+    schedule,
+    static_tiles,
+)
 from attention_ops.kernels.visibility import zeroed
 from attention_ops.masks import Mask
 
@@ -83,23 +92,24 @@ def block_sizes(
     `head_dim` is the widest one in memory, padding included. A size that is given is kept, but no longer than the sequence.
     """
     cells = TILE_BYTES * LANES // (itemsize * head_dim)
-    largest_q, largest_kv = block_q or 512, block_kv or 512
-    while block_q is None and largest_q > LANES and largest_q * largest_kv > cells:
-        largest_q //= 2
-    while block_kv is None and largest_kv > LANES and largest_q * largest_kv > cells:
-        largest_kv //= 2
+    q, kv = block_q or 512, block_kv or 512
+    while q * kv > cells and max(q if block_q is None else 0, kv if block_kv is None else 0) > LANES:
+        if block_q is None and (q >= kv or block_kv is not None):
+            q //= 2
+        else:
+            kv //= 2
     return (
-        _even(T, largest_q) if block_q is None else min(block_q, _whole_lanes(T)),
-        _even(S, largest_kv) if block_kv is None else min(block_kv, _whole_lanes(S)),
+        _even(T, q) if block_q is None else min(block_q, whole_lanes(T)),
+        _even(S, kv) if block_kv is None else min(block_kv, whole_lanes(S)),
     )
 
 
 def _even(length: int, largest: int) -> int:
     blocks = -(-length // largest)
-    return _whole_lanes(-(-length // blocks))
+    return whole_lanes(-(-length // blocks))
 
 
-def _whole_lanes(size: int) -> int:
+def whole_lanes(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
@@ -122,13 +132,13 @@ def splash_attention(
     """
     B, T, H, D = query.shape
     S, Dv, dtype = key.shape[1], value.shape[-1], query.dtype
-    split = _loses_bits(scale, dtype)
-    width = _whole_lanes(max(2 * D if split else D, Dv))
+    split = loses_bits(scale, dtype)
+    width = whole_lanes(max(2 * D if split else D, Dv))
     sizes = block_sizes(T, S, width, dtype.itemsize, block_q, block_kv)
     static, runtime = lower(mask, B, T, S, *sizes)
     if mask is not None:
-        query, key, value = _without_unseen(mask, static, query, key, value)
-    query, key = _scaled(query, key, scale, split)
+        query, key, value = without_unseen(mask, static.layout, query, key, value)
+    query, key = scaled(query, key, scale, split)
     folded = [_fold(x, static, side) for x, side in ((query, 0), (key, 1), (value, 1))]
     settings = _Settings(static, soft_cap, is_interpreted())
     output, logsumexp = _attend(settings, *folded, runtime)  # type: ignore[misc]
@@ -142,12 +152,12 @@ def splash_attention(
 # ---------------------------------------------------------------- arrays for the kernel
 
 
-def _loses_bits(scale: float, dtype: Any) -> bool:
+def loses_bits(scale: float, dtype: Any) -> bool:
     """Whether a number of `dtype` times the scale is not one of `dtype`: in bfloat16, unless the scale is a power of two."""
     return dtype == jnp.bfloat16 and abs(math.frexp(scale)[0]) not in (0.0, 0.5)
 
 
-def _scaled(query: Array, key: Array, scale: float, split: bool) -> tuple[Array, Array]:
+def scaled(query: Array, key: Array, scale: float, split: bool) -> tuple[Array, Array]:
     """Return queries and keys whose product is the scaled one.
 
     The kernel multiplies what it gets, so the scale goes into the query. Where that would round every element, what was rounded
@@ -166,7 +176,7 @@ def _fold(x: Array, static: StaticPart, side: int) -> Array:
     """[B, n, heads, d] to [heads, B * padded n, padded d], or [B * heads, padded n, padded d] if batch rows are heads."""
     B, n, heads, d = x.shape
     size = static.layout.padded[side]
-    x = jnp.pad(x, ((0, 0), (0, size - n), (0, 0), (0, _whole_lanes(d) - d)))
+    x = jnp.pad(x, ((0, 0), (0, size - n), (0, 0), (0, whole_lanes(d) - d)))
     if static.layout.folded:
         return x.transpose(0, 2, 1, 3).reshape(B * heads, size, -1)
     return x.transpose(2, 0, 1, 3).reshape(heads, B * size, -1)
@@ -179,7 +189,7 @@ def _unfold(x: Array, static: StaticPart, B: int, T: int, H: int) -> Array:
     return x.reshape(H, B, -1, x.shape[-1]).transpose(1, 2, 0, 3)[:, :T]
 
 
-def _without_unseen(mask: Mask, static: StaticPart, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+def without_unseen(mask: Mask, layout: Layout, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
     """Zero the queries that see no key and the keys and values that nothing sees, as the kernel multiplies them by 0.
 
     Of run-time data, finding them takes as many boolean operations as the mask has cells, though never a [T, S] array. That is
@@ -187,7 +197,7 @@ def _without_unseen(mask: Mask, static: StaticPart, query: Array, key: Array, va
     """
     (B, T, H, _), (S, K) = query.shape, key.shape[1:3]
     if mask.is_static:
-        planned = static_tiles(static.mask, static.layout)
+        planned = static_tiles(mask, layout)
         if planned.sees.all() and planned.seen.all():
             return query, key, value
         return zeroed(query, key, value, *_by_head(jnp.asarray(planned.sees), jnp.asarray(planned.seen), K))
@@ -195,7 +205,8 @@ def _without_unseen(mask: Mask, static: StaticPart, query: Array, key: Array, va
     tame = functools.reduce(jnp.logical_and, (jnp.max(jnp.abs(x.astype(jnp.float32))) < _TAME for x in arrays))
     look = functools.partial(runtime_visibility, mask, B, H, T, S, LANES)
     everything = tuple(jnp.ones(x.shape, bool) for x in jax.eval_shape(look))
-    return zeroed(query, key, value, *_by_head(*jax.lax.cond(tame, lambda: everything, look), K))
+    sees, seen = jax.lax.cond(tame, lambda: everything, look)
+    return zeroed(query, key, value, *_by_head(sees, seen, K))
 
 
 def _by_head(sees: Array, seen: Array, K: int) -> tuple[Array, Array]:
@@ -219,7 +230,7 @@ def _attend_fwd(settings: _Settings, query: Any, key: Any, value: Any, runtime: 
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     layout = settings.static.layout
-    with jax.default_matmul_precision(_precision(query)):
+    with jax.default_matmul_precision(precision_for(query.dtype)):
         output, (logsumexp,) = kernels._splash_attention_forward(
             _mask_info(settings, runtime, transposed=False),
             query,
@@ -265,7 +276,7 @@ def _attend_bwd(settings: _Settings, residuals: Any, cotangents: Any) -> Any:
         "mask_function": settings.static.function,
         "interpret": settings.interpret,
     }
-    with jax.default_matmul_precision(_precision(query)):
+    with jax.default_matmul_precision(precision_for(query.dtype)):
         d_query = kernels._splash_attention_bwd_dq(*arrays, mask_info=_mask_info(settings, runtime, transposed=False), **options)
         _, d_key, d_value = kernels._splash_attention_bwd_dkv(
             *arrays,
@@ -280,9 +291,9 @@ def _attend_bwd(settings: _Settings, residuals: Any, cotangents: Any) -> Any:
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _precision(query: Array) -> str:
+def precision_for(dtype: Any) -> str:
     """Full precision for float32; the matrix unit has no other for bfloat16, whose products it takes as they are."""
-    return "highest" if query.dtype == jnp.float32 else "default"
+    return "highest" if dtype == jnp.float32 else "default"
 
 
 def _mask_info(settings: _Settings, runtime: RuntimePart, transposed: bool) -> Any:

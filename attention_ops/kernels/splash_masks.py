@@ -141,7 +141,7 @@ def lower(mask: Mask | None, B: int, T: int, S: int, block_q: int, block_kv: int
 def _lower_by_sample(mask: Mask, layout: Layout) -> tuple[StaticPart, RuntimePart]:
     by_id, others = _split(mask)
     static = _and(part for part in mask.conjuncts() if part.is_static)
-    q_ids, kv_ids = _segment_ids(by_id, layout)
+    q_ids, kv_ids = segment_ids(by_id, layout)
     runtime = RuntimePart(q_ids=q_ids, kv_ids=kv_ids)
     if not mask.is_static:
         may, _ = mask.bounds(layout.tiling, jnp)
@@ -214,7 +214,7 @@ def _is_separable(mask: Dense) -> bool:
     return h == 1 and 1 in (t, s)
 
 
-def _segment_ids(parts: list[Mask], layout: Layout) -> tuple[Array, Array]:
+def segment_ids(parts: list[Mask], layout: Layout) -> tuple[Array, Array]:
     q = jnp.zeros((1, layout.T), jnp.int32)
     kv = jnp.zeros((1, layout.S), jnp.int32)
     q_real, kv_real = jnp.ones((1, layout.T), bool), jnp.ones((1, layout.S), bool)

@@ -97,8 +97,8 @@ class BlockSparse(OperationImpl):
         rules=(
             Dtypes(("bfloat16", "float32")),
             SoftmaxDtype(),
-            HeadDim(maximum=1024),
-            TpuBlocks(tile_bytes=TILE_BYTES),
+            HeadDim(maximum=512),
+            TpuBlocks(TILE_BYTES),
             *(PrivateFunction(f"{KERNELS}.{name}", parameters) for name, parameters in PRIVATE.items()),
         ),
         interpretable=True,

@@ -223,7 +223,7 @@ def test_block_sizes(T, S, width, itemsize, given):
     ("change", "reason"),
     [
         ({"dtype": jnp.float16}, "dtype float16 is not one of bfloat16, float32"),
-        ({"D": 1032}, "head_dim 1032 > 1024, the limit"),
+        ({"D": 520}, "head_dim 520 > 512, the limit"),
         ({"blocks": (64, 128)}, r"block_sizes.q 64 is not a multiple of 128 \(use 128, or None to choose\)"),
         ({"blocks": (1024, 1024)}, "block_sizes 1024 x 1024 take 4096 KiB of vector memory in float32 with head_dim 64"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
-from tpu_cases import CASES, errors
+from tpu_cases import CASES, FLASH_CASES, errors
 
 pytestmark = [
     pytest.mark.tpu,
@@ -15,4 +15,10 @@ pytestmark = [
 @pytest.mark.parametrize("name", CASES)
 def test_blocksparse(name):
     shares = errors(CASES[name], "blocksparse/tpu")
+    assert max(shares.values()) <= 1, shares
+
+
+@pytest.mark.parametrize("name", FLASH_CASES)
+def test_flash(name):
+    shares = errors(FLASH_CASES[name], "flash/tpu")
     assert max(shares.values()) <= 1, shares
