@@ -150,13 +150,13 @@ def _tile_by_tile(settings: BlockwiseSettings, query: Any, key: Any, value: Any,
 
         def visit(j: Array, state: tuple[Array, Array, Array], tiles: int, partial: bool) -> tuple[Array, Array, Array]:
             output, highest, total = state
-            at = tiler.at(batch, heads, i, j)
+            at = tiler.at(batch, heads, i, j, kv_tiles=tiles)
             k, v = (t.key_tile(x, shape, batch, heads, j, tiles).astype(dtype) for x in (keys, values))
             logits, _ = tiler.logits(q, k, at)
             seen = tiler.visible(at) if partial else None
             if seen is not None:
-                logits = tiler.hide(seen, logits, NEG_INF)
-                v = tiler.without_unseen_keys(v, finite[batch, heads, j], at)
+                logits = tiler.hide(seen, logits, NEG_INF, at)
+                v = tiler.without_unseen_keys(v, t.all_of(finite[batch, heads], j, tiles), at)
             new = jnp.maximum(highest, jnp.max(logits, axis=-1))
             anchor = jnp.where(new == NEG_INF, 0, new) if partial else new
             weights = jnp.exp(logits - anchor[..., None])
@@ -225,7 +225,7 @@ def _backward_tiles(
     dtype = settings.softmax_dtype
     may, must = t.tile_kinds(shape, mask, bias is not None, settings.skip_by_data)
     work = t.work_list(may.swapaxes(-1, -2), must.swapaxes(-1, -2))
-    tiler = Tiler(shape, mask, bias, settings.soft_cap)
+    tiler = Tiler(shape, mask, bias, settings.soft_cap, keys_first=True)
     queries, keys, values = t.by_query_head(query, shape), t.by_key_head(key, shape), t.by_key_head(value, shape)
     d_outputs = t.by_query_head(d_output, shape)
     deltas = t.by_query_head(delta[..., None], shape)
@@ -238,10 +238,11 @@ def _backward_tiles(
 
         def column(carry: Any, j: Array) -> Any:
             k, v = (t.key_tile(x, shape, batch, heads, j).astype(dtype) for x in (keys, values))
+            k_transposed = jax.lax.optimization_barrier(k.swapaxes(1, 2))
 
             def visit(i: Array, state: Any, tiles: int, partial: bool) -> Any:
                 d_queries, d_bias, d_key, d_value = state
-                at = tiler.at(batch, heads, i, j)
+                at = tiler.at(batch, heads, i, j, q_tiles=tiles)
                 q, do, delta, anchor = (
                     t.query_tile(x, shape, batch, heads, i, tiles) for x in (queries, d_outputs, deltas, anchors)
                 )
@@ -249,21 +250,22 @@ def _backward_tiles(
                 seen, kk = tiler.visible(at) if partial else None, k
                 if seen is not None:
                     kk = tiler.without_unseen_keys(k, finite_keys[batch, heads, j], at)
-                    q = tiler.without_blind_queries(q, finite_queries[batch, heads, i], at)
+                    q = tiler.without_blind_queries(q, t.all_of(finite_queries[batch, heads], i, tiles), at)
                 logits, slope = tiler.logits(q, kk, at)
-                weights = jnp.exp(logits - anchor)
-                d_logits = t.dot(do, v, (2, 2)) - delta
+                weights = jnp.exp(logits - anchor.swapaxes(1, 2))
+                d_logits = t.dot(v, do, (2, 2)) - delta.swapaxes(1, 2)
                 if seen is not None:
-                    weights = tiler.hide(seen, weights, 0.0)
-                    d_logits = tiler.hide(seen, d_logits, 0.0)
+                    weights = tiler.hide(seen, weights, 0.0, at)
+                    d_logits = tiler.hide(seen, d_logits, 0.0, at)
                 d_logits = weights * d_logits
                 if d_bias is not None:
-                    d_bias = t.add_bias_tile(d_bias, d_logits.reshape(tiler.wide), at)
+                    d_bias = t.add_bias_tile(d_bias, tiler.rows_first(d_logits, at), at)
                 if slope is not None:
                     d_logits = d_logits * slope
-                d_value = d_value + t.dot(weights, do, (1, 1))
-                d_key = d_key + t.dot(d_logits, q, (1, 1))
-                d_queries = _add_rows(d_queries, t.dot(d_logits, kk, (2, 1)), i * shape.block_q)
+                d_value = d_value + t.dot(weights, do, (2, 1))
+                d_key = d_key + t.dot(d_logits, q, (2, 1))
+                kk = k_transposed if seen is None else jax.lax.optimization_barrier(kk.swapaxes(1, 2))
+                d_queries = _add_rows(d_queries, t.dot(kk, d_logits, (2, 1)), i * shape.block_q)
                 return d_queries, d_bias, d_key, d_value
 
             d_queries, d_bias = carry
@@ -271,7 +273,7 @@ def _backward_tiles(
             d_queries, d_bias, d_key, d_value = work.loop(visit, batch, heads, j, (d_queries, d_bias, *zeros))
             return (d_queries, d_bias), (d_key, d_value)
 
-        start = jnp.zeros((shape.heads, shape.G, shape.padded[0], query.shape[-1]), dtype)
+        start = jnp.zeros((shape.heads, query.shape[-1], shape.G, shape.padded[0]), dtype)
         cols = jnp.arange(shape.grid[1], dtype=jnp.int32)
         (d_queries, d_bias), (d_keys, d_values) = jax.lax.scan(column, (start, d_bias), cols)
         return d_bias, (d_queries * settings.scale, d_keys, d_values)
@@ -281,11 +283,11 @@ def _backward_tiles(
     return t.from_query_heads(d_queries, shape), t.from_key_tiles(d_keys, shape), t.from_key_tiles(d_values, shape), d_bias
 
 
-def _add_rows(x: Float[Array, "heads G rows d"], tile: Float[Array, "heads n d"], row: Any) -> Array:
-    """Add a query tile to [heads, G, rows, d], in place where XLA can."""
-    heads, G, _, d = x.shape
-    starts = starts_within((2,) * 4, (0, 0, row, 0))
-    tile = tile.reshape(heads, G, -1, d)
+def _add_rows(x: Float[Array, "heads d G rows"], tile: Float[Array, "heads d n"], row: Any) -> Array:
+    """Add the gradient of a query tile, in place where XLA can."""
+    heads, d, G, _ = x.shape
+    starts = starts_within((2,) * 4, (0, 0, 0, row))
+    tile = tile.reshape(heads, d, G, -1)
     return jax.lax.dynamic_update_slice(x, jax.lax.dynamic_slice(x, starts, tile.shape) + tile, starts)
 
 

@@ -72,27 +72,29 @@ class Shape:
 class Work(NamedTuple):
     """For each (batch, unit, outer tile): the inner tiles to visit, and how many.
 
-    `order` holds the first tile of each pair of neighbours that are both full, then full tiles that stand alone, then partial
-    ones; `counts` says where each of the three ends. `kinds` tells which of them exist, as far as it is known while compiling.
+    Neighbours that are both visible are visited as one tile twice as long. `order` holds the first tiles of pairs that are full,
+    then those of other pairs, then tiles that stand alone; `counts` says where each of the three ends, `exists` whether there
+    is any of the three, as far as it is known while compiling, `whole` that all that stand alone are full.
     """
 
     order: Any
     counts: Any
-    kinds: tuple[bool, bool, bool]
+    exists: tuple[bool, bool, bool]
+    whole: bool
 
     def loop(self, visit: Callable[..., Any], batch: Any, unit: Any, outer: Any, state: Any) -> Any:
-        """Run `visit(inner, state, tiles=, partial=)` over pairs, full tiles and partial tiles; `tiles` is 2 for a pair."""
+        """Run `visit(inner, state, tiles=, partial=)`; `tiles` is 2 for a pair, `partial` says that not all need be visible."""
         index = (_within(batch, self.order.shape[0]), _within(unit, self.order.shape[1]), outer)
         order, counts = self.order[index], self.counts[index]
         start: Any = 0
-        for kind, (tiles, partial) in enumerate(((2, False), (1, False), (1, True))):
-            if self.kinds[kind]:
+        for kind, (tiles, partial) in enumerate(((2, False), (2, True), (1, not self.whole))):
+            if self.exists[kind]:
 
                 def step(n: Array, state: Any, tiles: int = tiles, partial: bool = partial) -> Any:
                     return visit(order[n], state, tiles=tiles, partial=partial)
 
                 state = jax.lax.fori_loop(start, counts[kind], step, state)
-            start = counts[kind]
+                start = counts[kind]
         return state
 
 
@@ -125,31 +127,36 @@ def _per_unit(kinds: Any, shape: Shape, every: bool) -> Any:
 
 
 def work_list(may: Any, must: Any, pairs: bool = True) -> Work:
-    """List the tiles along the last axis to visit, for each index of the others; without `pairs` full tiles all stand alone."""
+    """List the tiles along the last axis to visit, for each index of the others; without `pairs` all stand alone."""
     static = isinstance(may, np.ndarray) and isinstance(must, np.ndarray)
     xp = np if static else jnp
+    may, must = xp.broadcast_arrays(may, must)
     full = may & must
-    first, second = _paired(full, xp) if pairs else (full & False, full & False)
-    kind = xp.where(first, 0, xp.where(second, 3, xp.where(full, 1, xp.where(may, 2, 3))))
+    first, second = _paired(may, xp) if pairs and may.shape[-1] > 1 else (may & False, may & False)
+    after = xp.concatenate([full[..., 1:], full[..., :1]], axis=-1)
+    kind = xp.where(first, xp.where(full & after, 0, 1), xp.where(may & ~second, 2, 3))
     order = xp.argsort(kind, axis=-1, stable=True).astype(np.int32)
+    # Of a list of one tile XLA knows the tile, and moves its logits out of the loop: computed for every row, visited or not.
+    order = xp.concatenate([order, order[..., :1]], axis=-1)
     counts = xp.stack([(kind <= n).sum(axis=-1) for n in range(3)], axis=-1).astype(np.int32)
+    exists, whole = (bool(pairs), bool(pairs), True), False
     if static:
-        order = order[..., : max(1, int(counts.max(initial=0)))]
-        kinds = tuple(bool(np.any(kind == n)) for n in range(3))
-    else:
-        some = bool(np.any(must)) if isinstance(must, np.ndarray) else True
-        kinds = (some and pairs and full.shape[-1] > 1, some, True)
-    return Work(jnp.asarray(order), jnp.asarray(counts), kinds)  # type: ignore[arg-type]
+        order = order[..., : max(2, int(counts.max(initial=0)))]
+        exists = tuple(bool(np.any(kind == n)) for n in range(3))
+        whole = bool(np.all(full[kind == 2]))
+    elif isinstance(must, np.ndarray) and not must.any():
+        exists = (False, *exists[1:])
+    return Work(jnp.asarray(order), jnp.asarray(counts), exists, whole)  # type: ignore[arg-type]
 
 
-def _paired(full: Any, xp: Any) -> tuple[Any, Any]:
-    """Return where the first and the second of each pair of full neighbours are."""
-    length = full.shape[-1]
-    both = full[..., : length // 2 * 2].reshape(*full.shape[:-1], -1, 2).all(axis=-1, keepdims=True)
-    widths = [(0, 0)] * (full.ndim - 1) + [(0, length % 2)]
-    first, second = (xp.concatenate(order, axis=-1) for order in ((both, both & False), (both & False, both)))
-    first, second = (xp.pad(x.reshape(*full.shape[:-1], -1), widths) for x in (first, second))
-    return first, second
+def _paired(visible: Any, xp: Any) -> tuple[Any, Any]:
+    """Return the first and the second tile of each pair: every two neighbours from the start of a run of visible tiles."""
+    index = xp.arange(visible.shape[-1])
+    hidden = xp.where(visible, -1, index)
+    last_hidden = np.maximum.accumulate(hidden, axis=-1) if xp is np else jax.lax.cummax(hidden, axis=hidden.ndim - 1)
+    is_even = (index - last_hidden) % 2 == 1
+    has_next = xp.concatenate([visible[..., 1:], visible[..., :1] & False], axis=-1)
+    return visible & is_even & has_next, visible & ~is_even
 
 
 def units(shape: Shape, outer: int) -> tuple[Array, Array, Array]:
@@ -196,9 +203,9 @@ def from_query_tiles(x: Array, shape: Shape) -> Array:
 
 
 def from_query_heads(x: Array, shape: Shape) -> Array:
-    """[B * units, heads, G, rows, d] to [B, T, H, d]."""
-    x = x.reshape(shape.B, shape.K * shape.G, shape.padded[0], x.shape[-1])
-    return x.transpose(0, 2, 1, 3)[:, : shape.T]
+    """[B * units, heads, d, G, rows] to [B, T, H, d]."""
+    x = x.reshape(shape.B, shape.K, x.shape[2], shape.G, shape.padded[0]).transpose(0, 4, 1, 3, 2)
+    return x.reshape(shape.B, shape.padded[0], shape.K * shape.G, -1)[:, : shape.T]
 
 
 def from_key_tiles(x: Array, shape: Shape) -> Array:
@@ -220,31 +227,34 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 class Tiler:
-    """The logits of a tile, and what of it is visible."""
+    """The logits of a tile, and what of it is visible.
 
-    def __init__(self, shape: Shape, mask: Mask | None, bias: Array | None, soft_cap: float | None):
-        self.shape, self.soft_cap = shape, soft_cap
+    Tiles are [heads, G * rows, cols], or with the last two swapped if `keys_first`: the products backward then sum over
+    the last axis of their first operand, which XLA on CPU does twice as fast as over the first.
+    """
+
+    def __init__(self, shape: Shape, mask: Mask | None, bias: Array | None, soft_cap: float | None, keys_first: bool = False):
+        self.shape, self.soft_cap, self.keys_first = shape, soft_cap, keys_first
         rows, cols = shape.padded
         self.mask = None if mask is None else mask.padded(rows, cols)
         self.bias = None if bias is None else _pad_bias(bias, shape)
 
-    def at(self, batch: Any, unit: Any, i: Any, j: Any) -> Tile:
+    def at(self, batch: Any, unit: Any, i: Any, j: Any, q_tiles: int = 1, kv_tiles: int = 1) -> Tile:
         s = self.shape
-        return Tile(
-            batch, unit * s.query_heads, i * s.block_q, j * s.block_kv, heads=s.query_heads, rows=s.block_q, cols=s.block_kv
-        )
+        rows, cols = q_tiles * s.block_q, kv_tiles * s.block_kv
+        return Tile(batch, unit * s.query_heads, i * s.block_q, j * s.block_kv, heads=s.query_heads, rows=rows, cols=cols)
 
     def visible(self, at: Tile) -> Array | None:
-        """Return [heads|1, G|1, block_q|1, block_kv|1], or None when all of a partial tile is visible."""
+        """Return [heads|1, G|1, rows|1, cols|1], or None when all of a partial tile is visible."""
         s, parts = self.shape, []
         if self.mask is not None:
             parts.append(self._grouped(self.mask.tile(at)))
         if self.bias is not None:
             parts.append(self._bias_tile(at) != NEG_INF)
         if s.padded[1] != s.S:
-            parts.append((jnp.arange(s.block_kv) + at.col < s.S)[None, None, None])
+            parts.append((jnp.arange(at.cols) + at.col < s.S)[None, None, None])
         if s.padded[0] != s.T:  # rows of padding see nothing: a key only they could see may hold NaN
-            parts.append((jnp.arange(s.block_q) + at.row < s.T)[None, None, :, None])
+            parts.append((jnp.arange(at.rows) + at.row < s.T)[None, None, :, None])
         return functools.reduce(jnp.logical_and, parts) if parts else None
 
     def _grouped(self, tile: Array) -> Array:
@@ -256,8 +266,8 @@ class Tiler:
         return self._grouped(bias_tile(self.bias, at))
 
     def logits(self, query: Array, key: Array, at: Tile) -> tuple[Array, Array | None]:
-        """Return the biased logits [heads, rows, cols] of scaled queries, and the derivative of the soft cap."""
-        logits = dot(query, key, (2, 2))
+        """Return the biased logits of scaled queries, and the derivative of the soft cap."""
+        logits = dot(key, query, (2, 2)) if self.keys_first else dot(query, key, (2, 2))
         slope = None
         if self.soft_cap is not None:
             squashed = jnp.tanh(logits / self.soft_cap)
@@ -265,17 +275,28 @@ class Tiler:
         if self.bias is not None:
             bias = self._bias_tile(at).astype(logits.dtype)
             bias = jnp.where(bias == NEG_INF, 0.0, bias)
-            logits = (logits.reshape(self.wide) + bias).reshape(logits.shape)
+            logits = self._apply(lambda logits, bias: logits + bias, logits, bias, at)
         return logits, slope
 
-    @property
-    def wide(self) -> tuple[int, int, int, int]:
-        s = self.shape
-        return s.heads, s.G, s.block_q, s.block_kv
+    def hide(self, visible: Array, x: Array, fill: float, at: Tile) -> Array:
+        """Put `fill` where a tile is not visible."""
+        return self._apply(lambda x, visible: jnp.where(visible, x, fill), x, visible, at)
 
-    def hide(self, visible: Array, x: Array, fill: float) -> Array:
-        """Put `fill` where a tile [heads, G * block_q, block_kv] is not visible."""
-        return jnp.where(visible, x.reshape(self.wide), fill).reshape(x.shape)
+    def _apply(self, function: Callable[[Array, Array], Array], x: Array, other: Array, at: Tile) -> Array:
+        """Apply to a tile and what masks and biases give: [heads|1, G|1, rows|1, cols|1]."""
+        s = self.shape
+        if self.keys_first:
+            wide, other = (s.heads, at.cols, s.G, at.rows), other.transpose(0, 3, 1, 2)
+        else:
+            wide = (s.heads, s.G, at.rows, at.cols)
+        return function(x.reshape(wide), other).reshape(x.shape)
+
+    def rows_first(self, x: Array, at: Tile) -> Float[Array, "heads G rows cols"]:
+        """Return a tile in the layout of masks and biases."""
+        s = self.shape
+        if self.keys_first:
+            return x.reshape(s.heads, at.cols, s.G, at.rows).transpose(0, 2, 3, 1)
+        return x.reshape(s.heads, s.G, at.rows, at.cols)
 
     def without_unseen_keys(self, x: Array, is_finite: Array, at: Tile) -> Array:
         """Zero the rows of a key tile that no query of the tile sees, unless all of it is finite.
@@ -290,7 +311,7 @@ class Tiler:
 
     def _seeing_queries(self, at: Tile) -> Array:
         rows = jnp.any(self._some(at), axis=3)
-        return jnp.broadcast_to(rows, (rows.shape[0], self.shape.G, self.shape.block_q)).reshape(rows.shape[0], -1)
+        return jnp.broadcast_to(rows, (rows.shape[0], self.shape.G, at.rows)).reshape(rows.shape[0], -1)
 
     def _some(self, at: Tile) -> Array:
         visible = self.visible(at)
@@ -307,6 +328,11 @@ def finite_tiles(x: Array, shape: Shape, block: int) -> Array:
     heads = x.shape[1] // shape.units
     x = x.reshape(shape.B, shape.units, heads, -1, x.shape[-2] // block, block * x.shape[-1])
     return jnp.isfinite(x).all(axis=-1).all(axis=(2, 3))
+
+
+def all_of(flags: Array, first: Any, tiles: int) -> Array:
+    """Return whether the flags of `tiles` neighbours from `first` are all set."""
+    return flags[first] if tiles == 1 else flags[first] & flags[first + 1]
 
 
 def _pad_bias(bias: Array, shape: Shape) -> Array:
