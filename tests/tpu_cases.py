@@ -19,6 +19,7 @@ import attention_ops as ao
 from attention_ops import masks
 from attention_ops.selftest import numeric, reference
 from attention_ops.selftest.cases import _poisoned
+from attention_ops.selftest.execution import compiler_options
 
 B, H, K = 2, 4, 2
 BLOCKS = ao.BlockSizes(128, 128)
@@ -69,7 +70,7 @@ def errors(case: Case, impl: str, logsumexp: bool = True, blocks: ao.BlockSizes 
     differentiated = {name: traced.pop(name) for name in ("softmax_aux", "bias") if name in traced}
     metadata = ao.OperationMetadata(block_sizes=blocks)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options(fast=True) or None)
     def run(inputs: Any, traced: Any, cotangents: Any) -> Any:
         def forward(inputs: Any) -> Any:
             out = ao.attention(**inputs, **traced, **static, impl=impl, metadata=metadata, return_logsumexp=logsumexp)
