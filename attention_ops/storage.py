@@ -10,8 +10,10 @@ import os
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
 
 ENVIRONMENT = "ATTENTION_OPS_CACHE_DIR"
 """The folder of the files; without it, the user's data folder as the operating system has it."""
@@ -93,6 +95,21 @@ def _turn(name: str) -> Iterator[None]:
     with open(file.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, also by a process that dies
         yield
+
+
+def entries(name: str, content: Mapping[str, Any], make: Callable[..., Entry], command: str) -> list[Entry]:
+    """Return the list that `name` keeps as values that `make` makes; what it refuses is left out, with one warning for all."""
+    found, wrong = [], []
+    kept = content.get("kept", [])
+    for fields in kept if isinstance(kept, list) else [kept]:
+        try:
+            found.append(make(**fields))
+        except (TypeError, ValueError) as error:
+            wrong.append(str(error))
+    if wrong:
+        message = f"{path(name)}: {len(wrong)} entries are not in order and are ignored ({wrong[0]}); `{command}` replaces them"
+        warnings.warn(message, UserWarning, stacklevel=3)
+    return found
 
 
 _snapshots: dict[str, tuple[Any, dict[str, Any]]] = {}

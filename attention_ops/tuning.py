@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -118,22 +117,9 @@ def default_rule() -> Iterator[None]:
 
 
 def _read(content: Mapping[str, Any]) -> Table:
-    """Return the table that the file holds. Entries that are none are left out, with one warning for all."""
-    entries, kept, wrong = content.get("kept", []), {}, []
-    for entry in entries if isinstance(entries, list) else [entries]:
-        try:
-            found = Tuned(**entry)
-            kept[found.key] = found
-        except (TypeError, ValueError) as error:
-            wrong.append(str(error))
-    if wrong:
-        warnings.warn(
-            f"{storage.path(FILE)}: {len(wrong)} entries are no tuned block sizes and are ignored ({wrong[0]}); "
-            "`attention-ops tune` replaces them",
-            UserWarning,
-            stacklevel=2,
-        )
-    return Table(kept) if kept else _EMPTY
+    """Return the table that the file holds."""
+    found = storage.entries(FILE, content, Tuned, "attention-ops tune")
+    return Table({one.key: one for one in found}) if found else _EMPTY
 
 
 def keep(found: Iterable[Tuned] = (), *, dropped: Iterable[Key] = ()) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -112,22 +111,9 @@ def ignored() -> Iterator[None]:
 
 
 def _read(content: Mapping[str, Any]) -> Table:
-    """Return the table that the file holds. Entries that are none are left out, with one warning for all."""
-    entries, kept, wrong = content.get("kept", []), {}, []
-    for entry in entries if isinstance(entries, list) else [entries]:
-        try:
-            found = Verdict(**entry)
-            kept[found.key] = found
-        except TypeError as error:
-            wrong.append(str(error))
-    if wrong:
-        warnings.warn(
-            f"{storage.path(FILE)}: {len(wrong)} entries are no verdicts and are ignored ({wrong[0]}); "
-            "`python -m attention_ops.selftest --save` replaces them",
-            UserWarning,
-            stacklevel=2,
-        )
-    return Table(kept) if kept else _EMPTY
+    """Return the table that the file holds."""
+    found = storage.entries(FILE, content, Verdict, "python -m attention_ops.selftest --save")
+    return Table({verdict.key: verdict for verdict in found}) if found else _EMPTY
 
 
 def keep(found: Iterable[Verdict]) -> tuple[Verdict, ...]:

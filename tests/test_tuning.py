@@ -229,7 +229,7 @@ def test_an_entry_that_is_none_is_a_warning_and_the_others_count(folder, change,
     one = keep_for(*shapes(), causal=True)
     wrong = None if change is None else dataclasses.asdict(one) | {"route": "flash/native"} | change
     storage.save("block_sizes", {"kept": [wrong, dataclasses.asdict(one)]})
-    with pytest.warns(UserWarning, match=f"1 entries are no tuned block sizes and are ignored .*{why}"):
+    with pytest.warns(UserWarning, match=f"1 entries are not in order and are ignored .*{why}"):
         assert ao.plan("blocksparse", *shapes(), causal=True).block_sizes == BlockSizes(32, 16)
 
 

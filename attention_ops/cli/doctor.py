@@ -50,6 +50,7 @@ def doctor(modules: tuple[str, ...]) -> None:
         *((f"module {module}", _loading(module)) for module in modules),
         ("plug-ins", _plugins),
         ("environment", _environment),
+        ("selftest", _verdicts),
         *((f"choices: {what}", _choices(shape, kv, options)) for what, shape, kv, options in TYPICAL),
     ):
         lines = _lines(probe)
@@ -100,7 +101,7 @@ def _versions() -> Iterable[Line]:
 def _devices() -> Iterable[Line]:
     import jax
 
-    from attention_ops.device import describe
+    from attention_ops.device import DeviceProfile, describe
 
     yield "default backend", jax.default_backend()
     kinds: dict[str, int] = {}
@@ -110,6 +111,8 @@ def _devices() -> Iterable[Line]:
     for text, count in kinds.items():
         yield f"{count} x", text
     yield "processes", f"{jax.process_count()}"
+    for note in DeviceProfile.current().notes:
+        yield "note", note
 
 
 def _loading(module: str) -> Callable[[], Iterable[Line]]:
@@ -137,6 +140,19 @@ def _plugins() -> Iterable[Line]:
 def _environment() -> Iterable[Line]:
     for name in VARIABLES:
         yield name, os.environ.get(name, "not set")
+
+
+def _verdicts() -> Iterable[Line]:
+    from attention_ops import storage, verdicts
+
+    here = [one for one in verdicts.table().kept.values() if one.versions == verdicts.versions()]
+    if not here:
+        yield "verdicts", f"none saved for these versions in {storage.path(verdicts.FILE)}"
+    for one in here:
+        yield (
+            one.route,
+            f"{'passed' if one.passed else f'failed, refused: {one.reason}'} ({one.proof}, {one.machine}, {one.date})",
+        )
 
 
 def _choices(shape: tuple[int, ...], kv: tuple[int, ...], settings: tuple[str, ...]) -> Callable[[], Iterable[Line]]:

@@ -48,9 +48,10 @@ class Interpreted:
     def work(self, subject: Subject, source: CaseSource, settings: Settings, here: DeviceProfile) -> list[Work]:
         stand = Stand(_device(subject, here), absent=True)
         found = execution.taken(subject, source(subject, self.proof), stand.device)
+        found = found if settings.cases else execution.completed(subject, found, stand.device)
         work = execution.case_work(subject, found, settings, stand)
         work += execution.declaration_work(subject, found, settings, stand, _runs_interpreted)
-        return work + _lowering_work(subject, source, settings, stand.device)
+        return work + _lowering_work(subject, source, settings, stand.device)[0]
 
 
 def _runs_interpreted(plan: Plan) -> bool:
@@ -74,20 +75,24 @@ class Lowered:
 
     def work(self, subject: Subject, source: CaseSource, settings: Settings, here: DeviceProfile) -> list[Work]:
         device = _device(subject, here)
-        found = execution.taken(subject, source(subject, self.proof), device)
+        work, found = _lowering_work(subject, source, settings, device)
         stand = Stand(device, absent=True)
-        work = execution.declaration_work(subject, found, settings, stand, lambda plan: False)
-        return _lowering_work(subject, source, settings, device) + work
+        return work + execution.declaration_work(subject, found, settings, stand, lambda plan: False)
 
 
 # ---------------------------------------------------------------- lowering
 
 
-def _lowering_work(subject: Subject, source: CaseSource, settings: Settings, device: DeviceProfile) -> list[Work]:
+def _lowering_work(
+    subject: Subject, source: CaseSource, settings: Settings, device: DeviceProfile
+) -> tuple[list[Work], list[Case]]:
+    """Return work that lowers cases, and these."""
     if subject.route is None or not subject.route.declaration.lowers_to:
-        return []
+        return [], []
     found = execution.taken(subject, source(subject, "lowering"), device)
-    return [Work((LOWERS + case.name,), functools.partial(_lower, subject, settings, device, case)) for case in found]
+    found = found if settings.cases else execution.completed(subject, found, device)
+    work = [Work((LOWERS + case.name,), functools.partial(_lower, subject, settings, device, case)) for case in found]
+    return work, found
 
 
 def _lower(subject: Subject, settings: Settings, device: DeviceProfile, case: Case) -> list[CaseResult]:

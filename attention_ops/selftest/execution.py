@@ -58,6 +58,22 @@ def _taken(subject: Subject, wanted: Case, device: DeviceProfile) -> Case | None
     return None
 
 
+def completed(subject: Subject, found: list[Case], device: DeviceProfile) -> list[Case]:
+    """Add cases for each declared feature that none has, the feature alone or else among others: rules may refuse either."""
+    for more in (table.alone, table.among_others):
+        missing = subject.target.supports - exercised(subject, found)
+        found = [*found, *taken(subject, more(missing, subject.target.supports), device)]
+    return list(dict.fromkeys(found))
+
+
+def exercised(subject: Subject, found: Iterable[Case]) -> set[Feature]:
+    """Return the features that the cases need."""
+    features: set[Feature] = set()
+    for case in found:
+        features |= calls.spec_of(case, calls.asks_of(case, subject.target.supports), subject.metadata).features
+    return features
+
+
 def is_timed(subject: Subject, case: Case) -> bool:
     """Whether to time a case against vanilla; it is then compiled as users compile."""
     return subject.route is not None and case.geometry in table.TIMED and not case.variant and not case.mode
@@ -93,10 +109,7 @@ def declaration_work(
     work = [check_work(subject, settings, stand, name, check) for name, check in checks.items()]
     if settings.cases:
         return [one for one in work if one.cases[0] in settings.cases]
-    exercised: set[Feature] = set()
-    for case in found:
-        exercised |= calls.spec_of(case, calls.asks_of(case, subject.target.supports), subject.metadata).features
-    return work + _untested(subject, exercised, settings, stand)
+    return work + _untested(subject, exercised(subject, found), settings, stand)
 
 
 def check_work(subject: Subject, settings: Settings, stand: Stand, name: str, check: Callable[[], str]) -> Work:
@@ -104,10 +117,10 @@ def check_work(subject: Subject, settings: Settings, stand: Stand, name: str, ch
     return Work((name,), functools.partial(_run_check, subject, settings, stand, name, check))
 
 
-def _untested(subject: Subject, exercised: set[Feature], settings: Settings, stand: Stand) -> list[Work]:
+def _untested(subject: Subject, asked: set[Feature], settings: Settings, stand: Stand) -> list[Work]:
     """A feature that is declared and that no case could ask for is not proven."""
     declared = subject.target.supports
-    missing = declared - exercised
+    missing = declared - asked
     if not declared & {Feature.CAUSAL, Feature.WINDOW, Feature.MASK}:
         missing -= {Feature.OFFSET}  # no request has an offset and no mask of positions
     if not {Feature.BIAS, Feature.GRADIENT} <= declared:

@@ -102,6 +102,17 @@ def full(declared: frozenset[Feature]) -> list[Case]:
 _PAIR_SIZES = (("tiles", "float32"), ("small", "bfloat16"), ("square", "float16"))
 
 
+def alone(features: frozenset[Feature], declared: frozenset[Feature]) -> list[Case]:
+    """Return the cases of each ingredient of these features by itself."""
+    return [make(parts) for parts in _alone(declared, INGREDIENTS) if {INGREDIENTS[name].feature for name in parts} & features]
+
+
+def among_others(features: frozenset[Feature], declared: frozenset[Feature]) -> list[Case]:
+    """Return the cases that have these features and many more."""
+    cases = [case for case in (parse("/".join(row)) for row in PAIRED) if case.features & features]
+    return [case for case in _applicable(cases, declared) if not case.variant]
+
+
 def sample(declared: frozenset[Feature]) -> list[Case]:
     """Return a few cases that have every feature in them, for kernels in their interpreter, which is slow."""
     cases = [make(()), *(parse("/".join(row)) for row in PAIRED[:2])]
