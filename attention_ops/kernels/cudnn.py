@@ -28,12 +28,15 @@ NAMES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class NativeMask:
-    """What cuDNN masks by itself: causal from position 0, `window` keys up to and with the query, lengths per batch row."""
+    """What cuDNN masks by itself: causal from position 0, `window` keys up to and with the query, lengths per batch row.
+
+    The lengths are integers [B] or [1], or None for all.
+    """
 
     causal: bool = False
     window: int | None = None
-    q_lengths: Array | jax.ShapeDtypeStruct | None = None
-    kv_lengths: Array | jax.ShapeDtypeStruct | None = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
 
     @property
     def has_lengths(self) -> bool:
