@@ -139,7 +139,7 @@ def _forward(
 def _tile_by_tile(settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Array, Array]:
     """Return output and logsumexp of the keys, in the softmax dtype and public layout."""
     shape, dtype = Shape.of(query.shape, key.shape, settings.block_q, settings.block_kv), settings.softmax_dtype
-    work = t.work_list(*t.tile_kinds(shape, mask, bias is not None, settings.skip_by_data))
+    work = t.work_list(*t.kinds_per_unit(shape, mask, bias is not None, settings.skip_by_data))
     tiler = Tiler(shape, mask, bias, settings.soft_cap)
     queries, keys, values = t.by_query_head(query, shape), t.by_key_head(key, shape), t.by_key_head(value, shape)
     finite = t.finite_tiles(values, shape, shape.block_kv)
@@ -223,7 +223,7 @@ def _backward_tiles(
     is added to in place.
     """
     dtype = settings.softmax_dtype
-    may, must = t.tile_kinds(shape, mask, bias is not None, settings.skip_by_data)
+    may, must = t.kinds_per_unit(shape, mask, bias is not None, settings.skip_by_data)
     work = t.work_list(may.swapaxes(-1, -2), must.swapaxes(-1, -2))
     tiler = Tiler(shape, mask, bias, settings.soft_cap, keys_first=True)
     queries, keys, values = t.by_query_head(query, shape), t.by_key_head(key, shape), t.by_key_head(value, shape)

@@ -49,7 +49,7 @@ def decode(
     """Return the output and the logsumexp of the keys in `dtype`. Arguments are those of `blockwise_attention`."""
     (B, T, H, D), (_, S, K, Dv) = query.shape, value.shape
     shape = Shape(B, T, S, K, H // K, T, min(block_kv, S), heads=K)
-    work = t.work_list(*t.tile_kinds(shape, mask, bias is not None, skip_by_data), pairs=False)
+    work = t.work_list(*t.kinds_per_unit(shape, mask, bias is not None, skip_by_data), pairs=False)
     step = _Step(shape, mask, bias, scale, soft_cap)
     queries = query.reshape(B, T, K, shape.G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, shape.G * T, D)
     product = _Product(shape.G * T <= _NARROW, scale, dtype)

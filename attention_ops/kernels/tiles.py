@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from attention_ops.masks import And, Mask, Positional, Tile, Tiling, starts_within
+from attention_ops.kernels.tile_work import tile_kinds
+from attention_ops.masks import Mask, Tile, Tiling, starts_within
 
 NEG_INF = float("-inf")
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -102,23 +103,13 @@ def _within(index: Any, size: int) -> Any:
     return 0 if size == 1 else index
 
 
-def tile_kinds(shape: Shape, mask: Mask | None, has_bias: bool, by_data: bool) -> tuple[Any, Any]:
+def kinds_per_unit(shape: Shape, mask: Mask | None, has_bias: bool, by_data: bool) -> tuple[Any, Any]:
     """Return (may, must) per tile as [b, units, nq, nk]; numpy where everything that counts is static, else traced."""
-    may = must = np.ones((1, 1, *shape.grid), bool)
-    parts = () if mask is None else mask.conjuncts()
-    useful = tuple(part for part in parts if by_data or (isinstance(part, Positional) and part.is_static))
-    if useful:
-        chosen = And(useful)
-        may, must = chosen.bounds(shape.tiling, np if chosen.is_static else jnp)
-    if has_bias or len(useful) < len(parts):
-        must = np.zeros((1, 1, *shape.grid), bool)
-    if shape.padded[1] != shape.S:
-        must = must & (np.arange(shape.grid[1]) < shape.grid[1] - 1)
+    may, must = tile_kinds(mask, shape.tiling, by_data, never_full=has_bias)
     return _per_unit(may, shape, False), _per_unit(must, shape, True)
 
 
 def _per_unit(kinds: Any, shape: Shape, every: bool) -> Any:
-    kinds = (np if isinstance(kinds, np.ndarray) else jnp).broadcast_to(kinds, (*kinds.shape[:2], *shape.grid))
     b, h, *grid = kinds.shape
     if h == 1:
         return kinds

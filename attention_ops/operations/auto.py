@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attention_ops.device import DeviceProfile
+from attention_ops.features import Feature
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.registry import OperationRegistry
@@ -16,8 +17,12 @@ ORDER = {
 }
 """Operations in order of preference on each platform."""
 
-DENSE_CELLS = 128 * 128
-"""Up to this many logits per head, T * S, `vanilla` is tried first on every platform: one matrix product beats tiles."""
+DENSE_CELLS = {"gradient": 128 * 128, "forward": 256}
+"""Up to this many logits per head, T * S, `vanilla` is tried first: one matrix product beats tiles.
+
+Measured on a CPU by benchmarks/crossover.py (the table is in docs/performance.md) and taken for every platform: with a gradient
+tiles win from about 160 x 160, in a forward alone from a step of decoding against some 256 keys.
+"""
 
 
 @OperationRegistry.register
@@ -32,4 +37,5 @@ class Auto(OperationImpl):
     @classmethod
     def candidates(cls, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> tuple[str, ...]:
         order = ORDER[device.platform]
-        return ("vanilla", *order) if spec.T * spec.S <= DENSE_CELLS else order
+        cells = DENSE_CELLS["gradient" if Feature.GRADIENT in spec.features else "forward"]
+        return ("vanilla", *order) if cells >= spec.T * spec.S else order

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attention_ops as ao
 from attention_ops import masks
 from attention_ops.kernels.blockwise import block_sizes, blockwise_attention
 from attention_ops.kernels.dense import dense_attention
+from attention_ops.kernels.tiles import work_list
+from attention_ops.selftest import reference
 
 F32 = np.dtype("float32")
 
@@ -105,6 +108,85 @@ def test_nothing_of_size_T_times_S_exists(bias_shape):
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x, bias)
     assert _largest(jaxpr.jaxpr) <= 4 * T * 2 * 16
+
+
+def _equations(jaxpr) -> int:
+    return sum(1 for _ in jaxpr.eqns) + sum(
+        _equations(getattr(inner, "jaxpr", inner))
+        for equation in jaxpr.eqns
+        for inner in jax.tree_util.tree_leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        )
+        if hasattr(getattr(inner, "jaxpr", inner), "eqns")
+    )
+
+
+@pytest.mark.parametrize("mask", [masks.Causal(0), masks.Causal(0) & masks.Window(1023, 0, 0), masks.Chunked(3000, 0)])
+def test_the_program_does_not_grow_with_the_number_of_tiles(mask):
+    def size(T):
+        x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+        return _equations(
+            jax.make_jaxpr(jax.grad(lambda q, k, v: _blockwise(q, k, v, mask).sum(), argnums=(0, 1, 2)))(x, x, x).jaxpr
+        )
+
+    assert size(65536) == size(8192)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_the_work_list_visits_each_visible_tile_once_and_hides_in_what_is_not_full(static):
+    rng = np.random.default_rng(3)
+    may = rng.random((2, 3, 5, 9)) < 0.6
+    must = may & (rng.random(may.shape) < 0.5)
+    work = work_list(may, must) if static else work_list(jnp.asarray(may), jnp.asarray(must))
+    for index in np.ndindex(2, 3, 5):
+        order, counts = np.asarray(work.order[index]), np.asarray(work.counts[index])
+        visited = []
+        for place in range(counts[2]):
+            tiles = [order[place], order[place] + 1] if place < counts[1] else [order[place]]
+            visited += tiles
+            if place < counts[0]:
+                assert must[index][tiles].all()
+        assert sorted(visited) == list(np.flatnonzero(may[index]))
+
+
+DECODING = {
+    "lengths": (2, 1, 3000, 8, 2, 64, {"kv_lengths": np.array([3000, 777])}),
+    "no key": (2, 1, 2999, 8, 2, 32, {"kv_lengths": np.array([2999, 0]), "softmax_aux": np.ones(8, np.float32)}),
+    "window": (1, 4, 3000, 8, 2, 64, {"query_offset": 2996, "causal": True, "sliding_window": (1000, 0)}),
+    "one row per head": (1, 1, 5000, 8, 8, 64, {"causal": True, "logits_soft_cap": 5.0}),
+    "many rows per head": (2, 8, 3000, 32, 8, 64, {"kv_lengths": np.array([3000, 777])}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", DECODING)
+def test_decoding_follows_the_law_with_unwritten_slots_of_nan(case, dtype):
+    B, T, S, H, K, Dv, options = DECODING[case]
+    rng = np.random.default_rng(1)
+    q, k, v = (
+        np.array(jnp.asarray(rng.standard_normal(shape), dtype)) for shape in ((B, T, H, 64), (B, S, K, 64), (B, S, K, Dv))
+    )
+    for row, length in enumerate(options.get("kv_lengths", [])):
+        k[row, length:] = v[row, length:] = np.nan
+    call = jax.jit(lambda *x: ao.attention(*x, impl="blocksparse/native", return_logsumexp=True, **options))
+    found, exact, plain = call(q, k, v), reference.attention(q, k, v, options), reference.plain(q, k, v, options)
+    yardstick = max(np.abs(plain.output.astype(np.float64) - exact.output).max(), 1e-6)
+    assert np.abs(np.asarray(found.attention_outputs, np.float64) - exact.output).max() <= 4 * yardstick
+    np.testing.assert_allclose(found.logsumexp, exact.logsumexp, rtol=2e-6 if dtype == "float32" else 2e-2)
+
+
+def test_one_head_that_holds_nan_leaves_the_others_alone_while_decoding():
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 1, 8, 64), (1, 3000, 4, 64), (1, 3000, 4, 64)))
+    k[0, 100, 2], v[0, 50, 1] = np.nan, np.inf
+    allowed = np.ones((1, 8, 1, 3000), bool)
+    allowed[:, 4:6, :, 100] = allowed[:, 2:4, :, 50] = False
+    found = ao.attention(*map(jnp.asarray, (q, k, v)), impl="blocksparse/native", mask=jnp.asarray(allowed))
+    exact = reference.attention(q, k, v, {"mask": allowed})
+    np.testing.assert_allclose(found.attention_outputs, exact.output, atol=2e-6)
+    visible = ao.attention(*map(jnp.asarray, (q, k, v)), impl="blocksparse/native").attention_outputs
+    broken = np.flatnonzero(~np.isfinite(np.asarray(visible)).all(axis=-1))
+    assert list(broken) == [2, 3, 4, 5], "only the heads that see the NaN and the Inf may show it"
 
 
 def test_block_sizes_cover_the_lengths_with_little_padding():
