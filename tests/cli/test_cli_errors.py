@@ -14,7 +14,7 @@ ERRORS = {
     ("explain",): "a request is --config FILE or --shape B,T,H,D, found neither; for example --shape 1,4096,8,128",
     ("explain", *SHAPE, "--config", GEMMA): "found both",
     ("explain", "vanila", *SHAPE): "no operation is named 'vanila'; known are vanilla, ",
-    ("explain", "flash/tpu", *SHAPE): "no route is named 'flash/tpu'; flash has flash/native",
+    ("explain", "flash/rocm", *SHAPE): "no route is named 'flash/rocm'; flash has flash/gpu, ",
     ("explain", "flash", *SHAPE, "--all"): "--all explains every operation, and the name 'flash' asks for one",
     ("explain", "--shape", "1,8,2"): "Invalid value for '--shape': '1,8,2' has 3 numbers; write B,T,H,D.",
     ("explain", "--shape", "1,8,2,x"): "'x' is no whole number of 0 or more; write B,T,H,D.",

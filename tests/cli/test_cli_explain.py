@@ -36,15 +36,16 @@ def only(result):
 def test_every_route_is_shown_with_verdict_reason_and_remedy(cli):
     result = cli(*ON_A100, "--dtype", "float32", "--set", "causal=true")
     lines = result.stdout.splitlines()
-    assert lines[0] == "cudnn_flash on a100 (cuda, compute capability 8.0, cuDNN 9.10.1) runs flash/native"
+    assert lines[0] == "cudnn_flash on a100 (cuda, compute capability 8.0, cuDNN 9.10.1) runs flash/gpu"
     assert "request  B 1, T 4096, S 4096, H 8, K 4, D 256, Dv 256, float32" in lines
     assert "needs    causal, gqa, gradient" in lines
     rows = [re.split(r"  +", line) for line in lines]
     assert ["cudnn_flash/cuda", "no", "dtype float32 is not one of bfloat16, float16", "set runtime_dtype=bfloat16"] in rows
     assert ["", "head_dim 256 > 128, the limit on compute capability 8.0"] in rows
-    assert ["flash/native", "runs"] in rows
+    assert ["flash/gpu", "runs"] in rows
+    assert ["flash/native", "could run"] in rows
     assert ["vanilla/native", "could run"] in rows
-    assert "cudnn_flash cannot take this request; a call warns once and runs flash/native" in result.stdout
+    assert "cudnn_flash cannot take this request; a call warns once and runs flash/gpu" in result.stdout
     assert re.search(r"forward  about [\d.]+ GFLOP, [\d.]+ MiB of temporary memory", result.stdout)
 
 
@@ -196,7 +197,7 @@ def test_list_names_routes_features_and_why_not_here(cli):
     assert rows["blocksparse"] == [
         "blocksparse",
         "splash, autoregressive_decodeattn",
-        "native",
+        "gpu",
         "yes",
         "all but dropout, weights",
     ]

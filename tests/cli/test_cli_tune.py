@@ -123,7 +123,7 @@ def test_list_and_clear(cli, timed, folder):
 
 def test_what_cannot_be_asked_is_one_line(refused, tmp_path, monkeypatch):
     assert "found neither" in refused("tune")
-    assert "vanilla/native, which takes no block sizes; name one that does: blocksparse/native, flash/native" in refused(
+    assert "vanilla/native, which takes no block sizes; name one that does: blocksparse/gpu, blocksparse/native, " in refused(
         "tune", "vanilla", *SMALL
     )
     assert "--list and --clear go alone; found --list with --shape" in refused("tune", "--list", *SMALL)
