@@ -123,14 +123,15 @@ def work_list(may: Any, must: Any, pairs: bool = True) -> Work:
     xp = np if static else jnp
     may, must = xp.broadcast_arrays(may, must)
     full = may & must
-    first, second = _paired(may, xp) if pairs and may.shape[-1] > 1 else (may & False, may & False)
+    pairs = pairs and may.shape[-1] > 1
+    first, second = _paired(may, xp) if pairs else (may & False, may & False)
     after = xp.concatenate([full[..., 1:], full[..., :1]], axis=-1)
     kind = xp.where(first, xp.where(full & after, 0, 1), xp.where(may & ~second, 2, 3))
     order = xp.argsort(kind, axis=-1, stable=True).astype(np.int32)
     # Of a list of one tile XLA knows the tile, and moves its logits out of the loop: computed for every row, visited or not.
     order = xp.concatenate([order, order[..., :1]], axis=-1)
     counts = xp.stack([(kind <= n).sum(axis=-1) for n in range(3)], axis=-1).astype(np.int32)
-    exists, whole = (bool(pairs), bool(pairs), True), False
+    exists, whole = (pairs, pairs, True), False
     if static:
         order = order[..., : max(2, int(counts.max(initial=0)))]
         exists = tuple(bool(np.any(kind == n)) for n in range(3))

@@ -132,12 +132,15 @@ def test_the_program_does_not_grow_with_the_number_of_tiles(mask):
     assert size(65536) == size(8192)
 
 
+@pytest.mark.parametrize("columns", [1, 2, 9])
 @pytest.mark.parametrize("static", [True, False])
-def test_the_work_list_visits_each_visible_tile_once_and_hides_in_what_is_not_full(static):
+def test_the_work_list_visits_each_visible_tile_once_and_hides_in_what_is_not_full(static, columns):
     rng = np.random.default_rng(3)
-    may = rng.random((2, 3, 5, 9)) < 0.6
+    may = rng.random((2, 3, 5, columns)) < 0.6
     must = may & (rng.random(may.shape) < 0.5)
     work = work_list(may, must) if static else work_list(jnp.asarray(may), jnp.asarray(must))
+    if columns == 1:
+        assert work.exists == (False, False, True)
     for index in np.ndindex(2, 3, 5):
         order, counts = np.asarray(work.order[index]), np.asarray(work.counts[index])
         visited = []
