@@ -213,9 +213,9 @@ def _tuned_sizes(
     if stated != BlockSizes() or not route.declaration.block_sizes:
         return stated, ()
     found = tuned.find(route.name, spec, device)
-    if found is None:
+    sizes = None if found is None else tuning.admitted(BlockSizes(found.q, found.kv), route, spec, metadata, device)
+    if found is None or sizes is None:
         return stated, ()
-    sizes = tuning.fitted(BlockSizes(found.q, found.kv), spec.T, spec.S)
     return sizes, (f"block sizes ({sizes.q}, {sizes.kv}) {found.note}",)
 
 

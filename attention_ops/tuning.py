@@ -18,7 +18,8 @@ import attention_ops
 from attention_ops import storage
 from attention_ops.device import DeviceProfile, cores, processor
 from attention_ops.features import Feature
-from attention_ops.metadata import BlockSizes
+from attention_ops.metadata import BlockSizes, OperationMetadata
+from attention_ops.operation import Route
 from attention_ops.request import RequestSpec
 
 FILE = "block_sizes"
@@ -174,6 +175,16 @@ def fitted(sizes: BlockSizes, T: int, S: int) -> BlockSizes:
     BlockSizes(q=424, kv=900)
     """
     return BlockSizes(_even(sizes.q, T), _even(sizes.kv, S))
+
+
+def admitted(
+    sizes: BlockSizes, route: Route, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile
+) -> BlockSizes | None:
+    """Return the sizes that a route is given for a request: fitted, or as they are where its rules want that; None if neither."""
+    for tried in (fitted(sizes, spec.T, spec.S), sizes):
+        if not route.refusals(spec, dataclasses.replace(metadata, block_sizes=tried), device):
+            return tried
+    return None
 
 
 def _even(size: int | None, length: int) -> int | None:

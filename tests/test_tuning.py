@@ -18,6 +18,7 @@ from attention_ops.bench.tune import Trial, clear_winner
 from attention_ops.device import DeviceProfile
 from attention_ops.metadata import BlockSizes
 from attention_ops.operations import blocksparse
+from attention_ops.rules import Reason
 from attention_ops.selftest import reference
 
 
@@ -166,6 +167,36 @@ def test_an_operation_of_ones_own_is_given_sizes_if_it_declares_that_it_takes_th
     assert given == {"takes": BlockSizes(32, 16), "takes_not": BlockSizes()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Multiples:
+    """A rule like those of accelerators."""
+
+    def check(self, spec, metadata, device):
+        q = metadata.block_sizes.q or 32
+        return Reason(f"block_sizes.q {q} is not a multiple of 32") if q % 32 else None
+
+    def describe(self):
+        return "multiples of 32"
+
+
+def test_tuned_sizes_that_the_rules_refuse_are_not_taken(registry):
+    class Picky(ao.OperationImpl):
+        name = "picky"
+
+        @ao.forward(supports={ao.Feature.GRADIENT}, rules=(Multiples(),), block_sizes=True)
+        def forward_native(self, request):
+            return request.query
+
+    registry.register(Picky)
+    keep_for(*shapes(T=64), op="picky", q=32)
+    assert ao.plan("picky", *shapes(T=40)).block_sizes == BlockSizes(32, 16)  # evened out it would be 24
+    keep_for(*shapes(T=64), op="picky", q=20)
+    assert ao.plan("picky", *shapes(T=64)).block_sizes == BlockSizes()
+    job = tune.Job(ao.plan("picky", *shapes(T=64)), shapes(T=64), {}, ao.OperationMetadata(), "forward")
+    outcome = tune.measure(job, [BlockSizes(20, 16), BlockSizes(32, 16)], 1)
+    assert [trial.failure for trial in outcome.trials] == ["CannotTune: block_sizes.q 20 is not a multiple of 32", None]
+
+
 def test_inside_default_rule_nothing_is_tuned():
     keep_for(*shapes(), causal=True)
     with tuning.default_rule():
@@ -287,13 +318,12 @@ def job_of(*arrays, work="forward", **options):
 def test_candidates_fit_the_request():
     plan = ao.plan("blocksparse", *shapes(T=300, S=200, H=8, K=2))
     found = tune.candidates(plan)
-    assert BlockSizes(256, 200) in found
-    assert max(sizes.q for sizes in found) == 256  # 1024 rows of 4 query heads
-    assert {sizes.kv for sizes in found} == {128, 200}
+    assert {sizes.q for sizes in found} == {32, 64, 128, 256}  # up to 1024 rows of 4 query heads
+    assert {sizes.kv for sizes in found} == {128, 256}  # the smallest that holds all 200
     assert len(set(found)) == len(found)
-    assert tune.candidates(plan, q=(64, 500), kv=(100,)) == (BlockSizes(64, 100), BlockSizes(300, 100))
+    assert tune.candidates(plan, q=(64, 500, 400), kv=(100,)) == (BlockSizes(64, 100), BlockSizes(400, 100))
     decode = ao.plan("blocksparse", *shapes(T=1, S=512))
-    assert {sizes.q for sizes in tune.candidates(decode)} == {1}
+    assert {sizes.q for sizes in tune.candidates(decode)} == {128}
 
 
 RUN_TIME = {

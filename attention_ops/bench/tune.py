@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -63,6 +64,16 @@ class Job:
     @property
     def key(self) -> tuning.Key:
         return self.result(BlockSizes(1, 1), 1.0).key
+
+    def admitted(self, sizes: BlockSizes) -> BlockSizes:
+        """Return the sizes that the route is given when `sizes` are kept; CannotTune when its rules refuse them."""
+        plan = self.plan
+        route = plan.implementation.routes[plan.route.rpartition("/")[2]]
+        given = tuning.admitted(sizes, route, plan.spec, self.metadata, plan.device)
+        if given is None:
+            stated = dataclasses.replace(self.metadata, block_sizes=sizes)
+            raise CannotTune("; ".join(map(str, route.refusals(plan.spec, stated, plan.device))))
+        return given
 
     def result(self, sizes: BlockSizes, ratio: float) -> Tuned:
         """Return what is to be kept when `sizes` win."""
@@ -171,14 +182,19 @@ class Outcome:
 
 
 def candidates(plan: Plan, q: Sequence[int] = (), kv: Sequence[int] = ()) -> tuple[BlockSizes, ...]:
-    """Return the block sizes to try for a request, each pair once; `q` and `kv` replace `ROWS` and `COLUMNS`.
+    """Return the block sizes to try for a request; `q` and `kv` replace `ROWS` and `COLUMNS`.
 
-    Sizes of which one block would hold the whole length are the same size, that length.
+    Of the sizes that hold the whole length in one block only the smallest is tried.
     """
     s = plan.spec
     rows = q or tuple(max(rows // s.groups, 1) for rows in ROWS)
-    pairs = (BlockSizes(min(rows, s.T), min(cols, s.S)) for rows in rows for cols in kv or COLUMNS)
-    return tuple(dict.fromkeys(pairs))
+    return tuple(BlockSizes(*pair) for pair in itertools.product(_distinct(rows, s.T), _distinct(kv or COLUMNS, s.S)))
+
+
+def _distinct(sizes: Sequence[int], length: int) -> list[int]:
+    ordered = sorted(set(sizes))
+    parts = [size for size in ordered if size < length]
+    return ordered[: len(parts) + 1]
 
 
 def steps(count: int, rounds: int) -> int:
@@ -192,12 +208,12 @@ def measure(job: Job, tried: Sequence[BlockSizes], rounds: int, step: Callable[[
     Raises:
         CannotTune: the default rule does not run; a candidate that fails is a result.
     """
-    compile_with, spec = job.prepare(), job.plan.spec
+    compile_with = job.prepare()
     calls: dict[Any, Call] = {}
     trials = {sizes: Trial(sizes) for sizes in tried}
     for sizes in (None, *tried):
         try:
-            calls[sizes] = compile_with(BlockSizes() if sizes is None else tuning.fitted(sizes, spec.T, spec.S))
+            calls[sizes] = compile_with(BlockSizes() if sizes is None else job.admitted(sizes))
         except Exception as error:  # a kernel may refuse a size in any way
             if sizes is None:
                 raise CannotTune(f"{job.title}: it fails with its default block sizes ({reason_of(error)})") from error
