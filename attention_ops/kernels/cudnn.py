@@ -110,7 +110,7 @@ def _kernel(query: Array, key: Array, value: Array, native: NativeMask, bias: Ar
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     q_lengths, kv_lengths = _lengths(native, query.shape[0], query.shape[1], key.shape[1])
-    return cudnn.dot_product_attention(
+    output: Any = cudnn.dot_product_attention(  # of several types, by options that are not used here
         query,
         key,
         value,
@@ -121,6 +121,7 @@ def _kernel(query: Array, key: Array, value: Array, native: NativeMask, bias: Ar
         mask_type=cudnn.MaskType[native.kind],
         sliding_window_length=native.window,
     )
+    return output
 
 
 def _lengths(native: NativeMask, B: int, T: int, S: int) -> tuple[Array | None, Array | None]:
