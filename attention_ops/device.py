@@ -68,7 +68,8 @@ class DeviceProfile:
         """Bytes of shared memory that one program of a GPU may use; for a device that is not known, what the least has."""
         if self.platform == "rocm":
             return 64 * 1024
-        return _SHARED_MEMORY.get(self.compute_capability or (0, 0), LEAST_SHARED_MEMORY // 1024) * 1024
+        known = (size * 1024 for size, capabilities in _SHARED_MEMORY.items() if self.compute_capability in capabilities)
+        return next(known, LEAST_SHARED_MEMORY)
 
     def __str__(self) -> str:
         facts = [self.platform] if self.platform != self.name else []
@@ -242,8 +243,11 @@ def _cudnn_version() -> tuple[int, ...] | None:
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": the most shared memory per thread block, in KiB.
 # AMD's CDNA 3 has 64 KiB of local data share.
 _SHARED_MEMORY = {
-    **{(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99},
-    **{(9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99},
+    64: ((7, 5),),
+    96: ((7, 0), (7, 2)),
+    99: ((8, 6), (8, 9), (12, 0), (12, 1)),
+    163: ((8, 0), (8, 7)),
+    227: ((9, 0), (10, 0), (10, 3), (11, 0)),
 }
 LEAST_SHARED_MEMORY = 99 * 1024
 """What every NVIDIA device since compute capability 8.0 has, in bytes."""

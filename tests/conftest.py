@@ -13,6 +13,7 @@ with install_import_hook("attention_ops.kernels", "beartype.beartype"):
     import attention_ops.kernels.cudnn
     import attention_ops.kernels.dense
     import attention_ops.kernels.jax_nn
+    import attention_ops.kernels.pallas_gpu
     import attention_ops.kernels.splash
     import attention_ops.kernels.splash_masks
     import attention_ops.kernels.tpu_flash
