@@ -7,9 +7,11 @@ blocks divide only, and one schedule for all samples. It leaves the scale to the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -230,7 +232,7 @@ def _attend_fwd(settings: _Settings, query: Any, key: Any, value: Any, runtime: 
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     layout = settings.static.layout
-    with jax.default_matmul_precision(precision_for(query.dtype)):
+    with tracing(query.dtype):
         output, (logsumexp,) = kernels._splash_attention_forward(
             _mask_info(settings, runtime, transposed=False),
             query,
@@ -276,7 +278,7 @@ def _attend_bwd(settings: _Settings, residuals: Any, cotangents: Any) -> Any:
         "mask_function": settings.static.function,
         "interpret": settings.interpret,
     }
-    with jax.default_matmul_precision(precision_for(query.dtype)):
+    with tracing(query.dtype):
         d_query = kernels._splash_attention_bwd_dq(*arrays, mask_info=_mask_info(settings, runtime, transposed=False), **options)
         _, d_key, d_value = kernels._splash_attention_bwd_dkv(
             *arrays,
@@ -291,9 +293,16 @@ def _attend_bwd(settings: _Settings, residuals: Any, cotangents: Any) -> Any:
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def precision_for(dtype: Any) -> str:
-    """Full precision for float32; the matrix unit has no other for bfloat16, whose products it takes as they are."""
-    return "highest" if dtype == jnp.float32 else "default"
+@contextlib.contextmanager
+def tracing(dtype: Any) -> Iterator[None]:
+    """Trace a kernel of JAX inside.
+
+    Products run at full precision in float32; the matrix unit has no other for bfloat16, which it takes as it is. Python integers
+    are 32 bits wide, as the kernels expect, under JAX_ENABLE_X64 too.
+    """
+    precision = "highest" if dtype == jnp.float32 else "default"
+    with jax.default_matmul_precision(precision), jax.enable_x64(False):
+        yield
 
 
 def _mask_info(settings: _Settings, runtime: RuntimePart, transposed: bool) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float
 
 from attention_ops.kernels.interpreter import is_interpreted
 from attention_ops.kernels.sinks import output_with_sinks
-from attention_ops.kernels.splash import block_sizes, loses_bits, precision_for, scaled, whole_lanes, without_unseen
+from attention_ops.kernels.splash import block_sizes, loses_bits, scaled, tracing, whole_lanes, without_unseen
 from attention_ops.kernels.splash_masks import Layout, segment_ids
 from attention_ops.kernels.visibility import visibility, zeroed
 from attention_ops.masks import Causal, Mask, Window
@@ -60,16 +61,13 @@ class _Settings:
     interpret: bool
 
     @contextlib.contextmanager
-    def tracing(self, dtype: Any) -> Any:
-        """Trace kernels inside: for the interpreter or not, with products as precise as the dtype."""
+    def tracing(self, dtype: Any) -> Iterator[None]:
+        """Trace kernels inside that have no argument for the interpreter: `splash.tracing`, and for the interpreter if so set."""
         from jax.experimental.pallas import tpu
 
-        kind: Any = self.interpret  # True is the plain interpreter, which vmaps
-        with jax.default_matmul_precision(precision_for(dtype)), tpu.force_tpu_interpret_mode(kind) if kind else _nothing():
+        plain: Any = True  # the interpreter that vmaps, as with pallas_call(interpret=True)
+        with tracing(dtype), tpu.force_tpu_interpret_mode(plain) if self.interpret else contextlib.nullcontext():
             yield
-
-
-_nothing = contextlib.nullcontext
 
 
 def flash_attention(

@@ -39,6 +39,12 @@ def test_tiles_larger_than_the_sequence(in_interpreter):
     assert max(shares.values()) <= 1, shares
 
 
+def test_with_64_bit_numbers_enabled(in_interpreter):
+    with jax.enable_x64(True):
+        shares = errors(CASES["everything"], ROUTE)
+    assert max(shares.values()) <= 1, shares
+
+
 # ---------------------------------------------------------------- what another library's path to these kernels gets wrong
 
 

@@ -37,6 +37,12 @@ def test_case(in_interpreter, name):
     assert max(shares.values()) <= 1, shares
 
 
+def test_with_64_bit_numbers_enabled(in_interpreter):
+    with jax.enable_x64(True):
+        shares = errors(FLASH_CASES["causal segments sinks"], ROUTE)
+    assert max(shares.values()) <= 1, shares
+
+
 @pytest.mark.parametrize("name", WINDOW_CASES)
 def test_windows_with_the_kernel_of_ejkernel(in_interpreter, repeat, name):
     shares = errors(WINDOW_CASES[name], ROUTE, logsumexp=False)
@@ -97,6 +103,8 @@ def test_float32_is_at_full_precision_inside_the_kernels(in_interpreter):
     with jax.default_matmul_precision("bfloat16"):
         shares = errors(FLASH_CASES["causal"], ROUTE)
         assert max(shares.values()) <= 1, shares
-        text = str(jax.make_jaxpr(lambda q: ao.attention(q, q, q, impl=ROUTE).attention_outputs)(jnp.ones((1, 128, 1, 64))))
+        text = str(
+            jax.make_jaxpr(lambda q: ao.attention(q, q, q, impl=ROUTE).attention_outputs)(jnp.ones((1, 128, 1, 64), jnp.float32))
+        )
     assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") >= 2
     assert "Precision.DEFAULT" not in text
