@@ -160,19 +160,19 @@ def units(shape: Shape, outer: int) -> tuple[Array, Array, Array]:
 # ---------------------------------------------------------------- layout
 
 
-def by_query_head(x: Array, shape: Shape, fill: float = 0.0) -> Array:
+def by_query_head(x: Any, shape: Shape, fill: float = 0.0) -> Array:
     """[B, T, H, d] to [B, K, G, rows, d], rows padded to whole tiles with `fill`."""
     rows, d = shape.padded[0], x.shape[-1]
     x = jnp.pad(x, ((0, 0), (0, rows - shape.T), (0, 0), (0, 0)), constant_values=fill)
     return x.reshape(shape.B, rows, shape.K, shape.G, d).transpose(0, 2, 3, 1, 4)
 
 
-def by_key_head(x: Array, shape: Shape) -> Array:
+def by_key_head(x: Any, shape: Shape) -> Array:
     """[B, S, K, d] to [B, K, cols, d], cols padded to whole tiles."""
     return jnp.pad(x, ((0, 0), (0, shape.padded[1] - shape.S), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
 
 
-def query_tile(x: Array, shape: Shape, batch: Any, unit: Any, i: Any, tiles: int = 1) -> Array:
+def query_tile(x: Any, shape: Shape, batch: Any, unit: Any, i: Any, tiles: int = 1) -> Array:
     """Return [heads, G * tiles * block_q, d] of [B, K, G, rows, d], from query tile i."""
     rows = tiles * shape.block_q
     starts = starts_within((2,) * 5, (batch, unit * shape.heads, 0, i * shape.block_q, 0))
@@ -180,13 +180,13 @@ def query_tile(x: Array, shape: Shape, batch: Any, unit: Any, i: Any, tiles: int
     return tile.reshape(shape.heads, shape.G * rows, x.shape[-1])
 
 
-def key_tile(x: Array, shape: Shape, batch: Any, unit: Any, j: Any, tiles: int = 1) -> Array:
+def key_tile(x: Any, shape: Shape, batch: Any, unit: Any, j: Any, tiles: int = 1) -> Array:
     """Return [heads, tiles * block_kv, d] of [B, K, cols, d], from key tile j."""
     starts = starts_within((2,) * 4, (batch, unit * shape.heads, j * shape.block_kv, 0))
     return jax.lax.dynamic_slice(x, starts, (1, shape.heads, tiles * shape.block_kv, x.shape[-1]))[0]
 
 
-def from_query_tiles(x: Array, shape: Shape) -> Array:
+def from_query_tiles(x: Any, shape: Shape) -> Array:
     """[B * units * nq, heads, G * block_q, d] to [B, T, H, d]."""
     rows, d = shape.grid[0], x.shape[-1]
     x = x.reshape(shape.B, shape.units, rows, shape.heads, shape.G, shape.block_q, d)
@@ -194,13 +194,13 @@ def from_query_tiles(x: Array, shape: Shape) -> Array:
     return x[:, : shape.T]
 
 
-def from_query_heads(x: Array, shape: Shape) -> Array:
+def from_query_heads(x: Any, shape: Shape) -> Array:
     """[B * units, heads, d, G, rows] to [B, T, H, d]."""
     x = x.reshape(shape.B, shape.K, x.shape[2], shape.G, shape.padded[0]).transpose(0, 4, 1, 3, 2)
     return x.reshape(shape.B, shape.padded[0], shape.K * shape.G, -1)[:, : shape.T]
 
 
-def from_key_tiles(x: Array, shape: Shape) -> Array:
+def from_key_tiles(x: Any, shape: Shape) -> Array:
     """[B * units, nk, heads, block_kv, d] to [B, S, K, d]."""
     cols, d = shape.grid[1], x.shape[-1]
     x = x.reshape(shape.B, shape.units, cols, shape.heads, shape.block_kv, d)

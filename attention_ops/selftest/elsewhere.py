@@ -48,7 +48,7 @@ class Interpreted:
     def work(self, subject: Subject, source: CaseSource, settings: Settings, here: DeviceProfile) -> list[Work]:
         stand = Stand(_device(subject, here), absent=True)
         found = execution.taken(subject, source(subject, self.proof), stand.device)
-        found = found if settings.cases else execution.completed(subject, found, stand.device)
+        found = execution.completed(subject, found, settings, stand.device)
         work = execution.case_work(subject, found, settings, stand)
         work += execution.declaration_work(subject, found, settings, stand, _runs_interpreted)
         return work + _lowering_work(subject, source, settings, stand.device)[0]
@@ -90,7 +90,7 @@ def _lowering_work(
     if subject.route is None or not subject.route.declaration.lowers_to:
         return [], []
     found = execution.taken(subject, source(subject, "lowering"), device)
-    found = found if settings.cases else execution.completed(subject, found, device)
+    found = execution.completed(subject, found, settings, device)
     work = [Work((LOWERS + case.name,), functools.partial(_lower, subject, settings, device, case)) for case in found]
     return work, found
 

@@ -58,8 +58,13 @@ def _taken(subject: Subject, wanted: Case, device: DeviceProfile) -> Case | None
     return None
 
 
-def completed(subject: Subject, found: list[Case], device: DeviceProfile) -> list[Case]:
-    """Add cases for each declared feature that none has, the feature alone or else among others: rules may refuse either."""
+def completed(subject: Subject, found: list[Case], settings: Settings, device: DeviceProfile) -> list[Case]:
+    """Add cases for each declared feature that none has, the feature alone or else among others: rules may refuse either.
+
+    None are added to cases that were named, or that a config asked for.
+    """
+    if settings.cases or not settings.declarations:
+        return found
     for more in (table.alone, table.among_others):
         missing = subject.target.supports - exercised(subject, found)
         found = [*found, *taken(subject, more(missing, subject.target.supports), device)]
