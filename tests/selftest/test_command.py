@@ -137,7 +137,7 @@ def test_with_64_bit_types():
     command = [sys.executable, "-m", "attention_ops.selftest", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed of 2 routes, 6 cases" in done.stdout
+    assert "4 passed of 4 routes, 12 cases" in done.stdout
 
 
 def test_help_imports_nothing_heavy():
