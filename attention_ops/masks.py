@@ -512,8 +512,8 @@ class Segments(Mask):
         return Segments(_grow(self.q, 1, rows, -1), _grow(self.kv, 1, cols, -1))
 
     def tile(self, at: Tile) -> Bool[Array, "h rows cols"]:
-        q = _slice(self.q, (at.batch, at.row), (1, at.rows))[0][:, None]
-        kv = _slice(self.kv, (at.batch, at.col), (1, at.cols))
+        q = slice_within(self.q, (at.batch, at.row), (1, at.rows))[0][:, None]
+        kv = slice_within(self.kv, (at.batch, at.col), (1, at.cols))
         return ((q == kv) & (q >= 0))[None]
 
     def __str__(self) -> str:
@@ -648,7 +648,7 @@ class Dense(Mask):
     def tile(self, at: Tile) -> Bool[Array, "h rows cols"]:
         array = self._traced()
         sizes = tuple(min(n, size) for n, size in zip(array.shape, (1, at.heads, at.rows, at.cols), strict=True))
-        return _slice(array, (at.batch, at.head, at.row, at.col), sizes)[0]
+        return slice_within(array, (at.batch, at.head, at.row, at.col), sizes)[0]
 
     def __str__(self) -> str:
         return f"dense{list(self.array.shape)}"
@@ -691,7 +691,8 @@ def _reduce_blocks(array: Any, axis: int, block: int, count: int, every: bool, x
     return (xp.all if every else xp.any)(xp.reshape(array, shape), axis=axis + 1)
 
 
-def _slice(array: Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
+def slice_within(array: Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
+    """Return the part of an array from `starts`, see `starts_within`."""
     return jax.lax.dynamic_slice(array, starts_within(array.shape, starts), sizes)
 
 

@@ -286,7 +286,7 @@ def _backward_tiles(
 def _add_rows(x: Float[Array, "heads d G rows"], tile: Float[Array, "heads d n"], row: Any) -> Array:
     """Add the gradient of a query tile, in place where XLA can."""
     heads, d, G, _ = x.shape
-    starts = starts_within((2,) * 4, (0, 0, 0, row))
+    starts = starts_within(x.shape, (0, 0, 0, row))
     tile = tile.reshape(heads, d, G, -1)
     return jax.lax.dynamic_update_slice(x, jax.lax.dynamic_slice(x, starts, tile.shape) + tile, starts)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from attention_ops.kernels import tiles as t
 from attention_ops.kernels.tiles import NEG_INF, Shape
-from attention_ops.masks import Mask, Tile, starts_within
+from attention_ops.masks import Mask, Tile, slice_within
 
 ROWS = 32
 """Up to this many query rows per key/value head, G * T, a call is one of decoding."""
@@ -93,7 +93,7 @@ class _Step:
     def read(self, x: Array, at: Tile) -> Array:
         """Return [block_kv, K, d] of [B, S, K, d]."""
         sizes = (1, at.cols, *x.shape[2:])
-        return jax.lax.dynamic_slice(x, starts_within((2,) * 4, (at.batch, at.col, 0, 0)), sizes)[0]
+        return slice_within(x, (at.batch, at.col, 0, 0), sizes)[0]
 
     def finish(self, logits: Float[Array, "cols K R"], at: Tile, j: Any, partial: bool) -> tuple[Array, Array | None]:
         """Return the logits capped, biased and hidden, and what of them is visible, as [cols|1, K|1, R|1] or None for all."""

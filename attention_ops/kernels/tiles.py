@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from attention_ops.kernels.tile_work import tile_kinds
-from attention_ops.masks import Mask, Tile, Tiling, starts_within
+from attention_ops.masks import Mask, Tile, Tiling, slice_within, starts_within
 
 NEG_INF = float("-inf")
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -175,15 +175,15 @@ def by_key_head(x: Any, shape: Shape) -> Array:
 def query_tile(x: Any, shape: Shape, batch: Any, unit: Any, i: Any, tiles: int = 1) -> Array:
     """Return [heads, G * tiles * block_q, d] of [B, K, G, rows, d], from query tile i."""
     rows = tiles * shape.block_q
-    starts = starts_within((2,) * 5, (batch, unit * shape.heads, 0, i * shape.block_q, 0))
-    tile = jax.lax.dynamic_slice(x, starts, (1, shape.heads, shape.G, rows, x.shape[-1]))
+    starts = (batch, unit * shape.heads, 0, i * shape.block_q, 0)
+    tile = slice_within(x, starts, (1, shape.heads, shape.G, rows, x.shape[-1]))
     return tile.reshape(shape.heads, shape.G * rows, x.shape[-1])
 
 
 def key_tile(x: Any, shape: Shape, batch: Any, unit: Any, j: Any, tiles: int = 1) -> Array:
     """Return [heads, tiles * block_kv, d] of [B, K, cols, d], from key tile j."""
-    starts = starts_within((2,) * 4, (batch, unit * shape.heads, j * shape.block_kv, 0))
-    return jax.lax.dynamic_slice(x, starts, (1, shape.heads, tiles * shape.block_kv, x.shape[-1]))[0]
+    starts = (batch, unit * shape.heads, j * shape.block_kv, 0)
+    return slice_within(x, starts, (1, shape.heads, tiles * shape.block_kv, x.shape[-1]))[0]
 
 
 def from_query_tiles(x: Any, shape: Shape) -> Array:
