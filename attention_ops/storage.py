@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib.util
 import json
@@ -11,9 +12,10 @@ import pathlib
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 Entry = TypeVar("Entry")
+Table = TypeVar("Table")
 
 ENVIRONMENT = "ATTENTION_OPS_CACHE_DIR"
 """The folder of the files; without it, the user's data folder as the operating system has it."""
@@ -127,6 +129,33 @@ def snapshot(name: str) -> dict[str, Any]:
     if known is None or known[0] != stamp:
         known = _snapshots[name] = stamp, {} if stamp is None else load(name)
     return known[1]
+
+
+class Watched(Generic[Table]):
+    """The table that a file holds: made anew when the file has changed, and the empty one inside `ignored`."""
+
+    def __init__(self, name: str, make: Callable[[Mapping[str, Any]], Table]):
+        self._name, self._make, self._empty = name, make, make({})
+        self._is_ignored = contextvars.ContextVar(f"attention_ops.{name}.ignored", default=False)
+        self._last: tuple[Any, Table] = (None, self._empty)
+
+    def table(self) -> Table:
+        """Return what is kept now. The file is read when it has changed; else this takes some microseconds."""
+        if self._is_ignored.get():
+            return self._empty
+        content, last = snapshot(self._name), self._last
+        if last[0] is not content:
+            last = self._last = content, (self._make(content) if content else self._empty)
+        return last[1]
+
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Return the empty table to what runs inside, in this context."""
+        token = self._is_ignored.set(True)
+        try:
+            yield
+        finally:
+            self._is_ignored.reset(token)
 
 
 @functools.lru_cache(maxsize=64)

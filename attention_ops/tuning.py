@@ -5,11 +5,9 @@ They stand in one file of `attention_ops.storage`. Nothing here measures: `atten
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -91,36 +89,16 @@ class Table:
         return next((self.kept[(*facts, work)] for work in wanted if (*facts, work) in self.kept), None)
 
 
-_EMPTY = Table({})
-_ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("attention_ops.tuning.ignored", default=False)
-_last: tuple[Any, Table] = (None, _EMPTY)
-
-
-def table() -> Table:
-    """Return what is kept now. The file is read when it has changed; else this takes some microseconds."""
-    global _last
-    if _ignored.get():
-        return _EMPTY
-    content, last = storage.snapshot(FILE), _last
-    if last[0] is not content:
-        last = _last = content, _read(content)
-    return last[1]
-
-
-@contextlib.contextmanager
-def default_rule() -> Iterator[None]:
-    """Plan calls made, or traced, inside as if nothing had been tuned."""
-    token = _ignored.set(True)
-    try:
-        yield
-    finally:
-        _ignored.reset(token)
-
-
 def _read(content: Mapping[str, Any]) -> Table:
     """Return the table that the file holds."""
     found = storage.entries(FILE, content, Tuned, "attention-ops tune")
-    return Table({one.key: one for one in found}) if found else _EMPTY
+    return Table({one.key: one for one in found})
+
+
+_watched = storage.Watched(FILE, _read)
+table = _watched.table
+default_rule = _watched.ignored
+"""Plan calls made, or traced, inside as if nothing had been tuned."""
 
 
 def keep(found: Iterable[Tuned] = (), *, dropped: Iterable[Key] = ()) -> None:

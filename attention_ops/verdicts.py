@@ -6,10 +6,8 @@ for one kind of device and one set of package versions, and says nothing of othe
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -84,36 +82,16 @@ class Table:
         return Reason(f"failed the selftest for this device on {found.date}: {found.reason}", f"once it passes: {found.rerun}")
 
 
-_EMPTY = Table({})
-_ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("attention_ops.verdicts.ignored", default=False)
-_last: tuple[Any, Table] = (None, _EMPTY)
-
-
-def table() -> Table:
-    """Return what is kept now. The file is read when it has changed; else this takes some microseconds."""
-    global _last
-    if _ignored.get():
-        return _EMPTY
-    content, last = storage.snapshot(FILE), _last
-    if last[0] is not content:
-        last = _last = content, _read(content)
-    return last[1]
-
-
-@contextlib.contextmanager
-def ignored() -> Iterator[None]:
-    """Plan calls made, or traced, inside as if nothing had failed: for the selftest itself."""
-    token = _ignored.set(True)
-    try:
-        yield
-    finally:
-        _ignored.reset(token)
-
-
 def _read(content: Mapping[str, Any]) -> Table:
     """Return the table that the file holds."""
     found = storage.entries(FILE, content, Verdict, "python -m attention_ops.selftest --save")
-    return Table({verdict.key: verdict for verdict in found}) if found else _EMPTY
+    return Table({verdict.key: verdict for verdict in found})
+
+
+_watched = storage.Watched(FILE, _read)
+table = _watched.table
+ignored = _watched.ignored
+"""Plan calls made, or traced, inside as if nothing had failed: for the selftest itself."""
 
 
 def keep(found: Iterable[Verdict]) -> tuple[Verdict, ...]:
