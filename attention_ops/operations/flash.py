@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from attention_ops.device import DeviceProfile
 from attention_ops.features import Feature
-from attention_ops.kernels.blockwise import blockwise_attention, blockwise_cost
-from attention_ops.kernels.pallas_gpu_blocks import most_shared_memory
 from attention_ops.kernels.tpu_flash import KERNELS, PRIVATE, TILE_BYTES, flash_attention, window_attention
-from attention_ops.metadata import OperationMetadata
-from attention_ops.operation import Estimate, OperationImpl, forward
+from attention_ops.operation import forward
 from attention_ops.registry import OperationRegistry
-from attention_ops.request import AttentionOutput, AttentionRequest, RequestSpec
+from attention_ops.request import AttentionOutput, AttentionRequest
 from attention_ops.rules import (
-    ComputeCapability,
     Dtypes,
     HeadDim,
     MaskInKernel,
     NotBeside,
-    On,
     OnlyBeside,
     PrivateFunction,
     RequiresAttribute,
-    SharedMemory,
     SoftmaxDtype,
     TpuBlocks,
 )
+from attention_ops.tiled import TiledAttention
 
 
 @OperationRegistry.register
-class Flash(OperationImpl):
+class Flash(TiledAttention):
     """Attention by tiles with an online softmax: memory linear in T and S, forward and backward.
 
     Tiles that causality or a window rule out while compiling are not visited; other masks are applied tile by tile.
@@ -37,63 +31,7 @@ class Flash(OperationImpl):
     name = "flash"
     aliases = ("flash_attn2", "blockwise")
     fallback = ("vanilla",)
-
-    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS}, block_sizes=True)
-    def forward_native(self, request: AttentionRequest) -> AttentionOutput:
-        blocks = self.metadata.block_sizes
-        output, logsumexp = blockwise_attention(
-            request.query,
-            request.key,
-            request.value,
-            mask=request.mask,
-            bias=request.bias,
-            sinks=request.sinks,
-            scale=request.scale,
-            soft_cap=request.soft_cap,
-            block_q=blocks.q,
-            block_kv=blocks.kv,
-            skip_by_data=False,
-            softmax_dtype=request.spec.softmax_dtype,
-        )
-        return AttentionOutput(output, logsumexp=logsumexp)
-
-    @forward(
-        supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS},
-        rules=(
-            On("cuda", ComputeCapability((8, 0))),
-            Dtypes(("bfloat16", "float16", "float32")),
-            SoftmaxDtype(),
-            HeadDim(maximum=256),
-            SharedMemory(most_shared_memory),
-        ),
-        interpretable=True,
-        lowers_to="__gpu$xla.gpu.triton",
-        block_sizes=True,
-        because={
-            Feature.DROPOUT: "the kernel draws no random numbers",
-            Feature.WEIGHTS: "the softmax never exists as a whole",
-        },
-    )
-    def forward_gpu(self, request: AttentionRequest) -> AttentionOutput:
-        """Our Pallas kernels (Triton). Block sizes are rounded up to powers of two, 16 or more, and halved until they fit."""
-        from attention_ops.kernels.pallas_gpu import pallas_gpu_attention
-
-        blocks = self.metadata.block_sizes
-        output, logsumexp = pallas_gpu_attention(
-            request.query,
-            request.key,
-            request.value,
-            mask=request.mask,
-            bias=request.bias,
-            sinks=request.sinks,
-            scale=request.scale,
-            soft_cap=request.soft_cap,
-            block_q=blocks.q,
-            block_kv=blocks.kv,
-            skip_by_data=False,
-            shared_memory=DeviceProfile.current().shared_memory,
-        )
-        return AttentionOutput(output, logsumexp=logsumexp)
+    skip_by_data = False
 
     @forward(
         supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS, Feature.SOFT_CAP},
@@ -132,9 +70,3 @@ class Flash(OperationImpl):
             return AttentionOutput(window_attention(*arrays, **options))
         output, logsumexp = flash_attention(*arrays, bias=request.bias, sinks=request.sinks, **options)
         return AttentionOutput(output, logsumexp=logsumexp)
-
-    @classmethod
-    def estimate(cls, spec: RequestSpec, metadata: OperationMetadata) -> Estimate:
-        blocks = metadata.block_sizes
-        sizes = (spec.B, spec.T, spec.S, spec.H, spec.K, spec.D, spec.Dv)
-        return Estimate(*blockwise_cost(*sizes, spec.visible_fraction(), blocks.q, blocks.kv))
