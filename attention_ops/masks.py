@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from attention_ops import integers
 from attention_ops.features import Feature
 
 if TYPE_CHECKING:
@@ -289,6 +290,10 @@ def _check_rows(name: str, value: Any, B: int) -> None:
 class Positional(Mask):
     """A mask that compares the position of the query, `offset` + row, with that of the key."""
 
+    def __post_init__(self) -> None:
+        if self.stated_offset is not None:
+            object.__setattr__(self, "offset", integers.position("query_offset", self.stated_offset))
+
     def allowed(self, query: Any, key: Any) -> Any:
         """Return whether a query at position `query` may attend the key at `key` (arrays that broadcast)."""
         raise NotImplementedError
@@ -372,6 +377,7 @@ class Window(Positional):
     offset: Offset = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for side in ("left", "right"):
             value = getattr(self, side)
             if value is None:
@@ -380,7 +386,7 @@ class Window(Positional):
                 raise TypeError(f"sliding_window {side} must be an integer or None (unlimited), found {type(value).__name__}")
             if value < 0:
                 raise ValueError(f"sliding_window {side} is {value}; allowed is 0 or more, or None for unlimited")
-            object.__setattr__(self, side, int(value))
+            object.__setattr__(self, side, integers.near(value))
 
     def features(self) -> frozenset[Feature]:
         return frozenset({Feature.WINDOW}) | _offset_feature(self.offset)
@@ -412,6 +418,10 @@ class PrefixLM(Positional):
     prefix: int | Array
     offset: Offset = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "prefix", integers.position("prefix", self.prefix))
+
     def parameters(self) -> tuple[Any, ...]:
         return self.prefix, self.offset
 
@@ -440,8 +450,10 @@ class Chunked(Positional):
     offset: Offset = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
+        super().__post_init__()
+        if isinstance(self.size, bool) or not isinstance(self.size, int | np.integer) or self.size < 1:
             raise ValueError(f"chunk size is {self.size!r}; allowed is an integer of 1 or more")
+        object.__setattr__(self, "size", integers.near(self.size))
 
     def allowed(self, query: Any, key: Any) -> Any:
         return query // self.size == key // self.size
@@ -471,7 +483,8 @@ def _offset_text(offset: Offset) -> str:
 class Segments(Mask):
     """Equal ids attend; a negative id is padding, which attends nothing and is attended by nothing.
 
-    `q` is [B, T] or [1, T]; `kv` is [B, S] or [1, S], and `q` again when left out.
+    `q` is [B, T] or [1, T]; `kv` is [B, S] or [1, S], and `q` again when left out. They are kept in int32: ids of a dtype that it
+    cannot hold are numbered anew.
     """
 
     q: Int[Array, "b T"]
@@ -485,6 +498,8 @@ class Segments(Mask):
                 raise TypeError(f"{name} must be integers, found {ids.dtype}; cast with {name}.astype('int32')")
             if ids.ndim != 2:
                 raise ValueError(f"{name} has shape {tuple(ids.shape)}; allowed is [batch, length]")
+        for name, ids in zip(("q", "kv"), integers.ids(self.q, self.kv), strict=True):
+            object.__setattr__(self, name, ids)
 
     def features(self) -> frozenset[Feature]:
         return frozenset({Feature.SEGMENTS})
@@ -542,6 +557,9 @@ class Lengths(Mask):
         for name, lengths in (("q_lengths", self.q), ("kv_lengths", self.kv)):
             if lengths is not None and not jnp.issubdtype(lengths.dtype, jnp.integer):
                 raise TypeError(f"{name} must be integers, found {lengths.dtype}; cast with {name}.astype('int32')")
+        for side in ("q", "kv"):
+            if (lengths := getattr(self, side)) is not None:
+                object.__setattr__(self, side, integers.data(lengths))
 
     def features(self) -> frozenset[Feature]:
         return frozenset({Feature.LENGTHS})

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from attention_ops import integers
 from attention_ops.errors import did_you_mean
 from attention_ops.features import Feature
 from attention_ops.masks import Causal, Dense, Lengths, Mask, Segments, Window, check_mask_array, reshaped, simplify
@@ -439,7 +440,7 @@ def _integers(name: str, value: Any, rank: int = 1) -> Any:
     if value is None:
         return None
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        value = jnp.asarray(value)
+        value = np.asarray(value)  # JAX would truncate what int32 cannot hold
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, found {value.dtype}; cast with .astype('int32')")
     if value.ndim == rank - 1:
@@ -469,14 +470,9 @@ def _mask_info(info: Any) -> list[Mask]:
 def _offset(offset: Any) -> Any:
     if offset is None:
         return None
-    if isinstance(offset, bool | np.bool_ | float):
-        raise TypeError(f"query_offset must be an integer or an integer array, found {type(offset).__name__}")
-    if isinstance(offset, int | np.integer):
-        return int(offset)
-    offset = _array("query_offset", offset)
-    if not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise TypeError(f"query_offset must be integers, found {offset.dtype}; cast with .astype('int32')")
-    return offset
+    offset = integers.position("query_offset", np.asarray(offset) if isinstance(offset, list | tuple) else offset)
+    is_array = isinstance(offset, jax.Array | np.ndarray)  # in int32 a number that stands for "no limit" overflows in a sum
+    return jnp.clip(offset, -integers.FAR, integers.FAR) if is_array else offset
 
 
 def default_offset(T: int, S: int) -> int:

@@ -388,8 +388,7 @@ class NotBeside:
 class MaskInKernel:
     """Without a bias, into which any mask can go, the mask is one the kernel knows itself.
 
-    That is causal masks and windows from offset 0, lengths, and one pair of segment ids of at most 32 bits. Windows need as many
-    queries as keys.
+    That is causal masks and windows from offset 0, lengths, and one pair of segment ids. Windows need as many queries as keys.
     """
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
@@ -405,7 +404,7 @@ class MaskInKernel:
         for part in spec.mask.conjuncts() if spec.mask is not None else ():
             if isinstance(part, Segments):
                 segments += 1
-                known = segments == 1 and all(np.can_cast(ids.dtype, np.int32) for ids in (part.q, part.kv))
+                known = segments == 1
             elif isinstance(part, Window):
                 known = isinstance(part.offset, int) and part.offset == 0 and spec.T == spec.S
             else:

@@ -16,10 +16,15 @@ POSITIONS = np.arange(T)[:, None], np.arange(S)[None, :]
 RANDOM = RNG.random((B, H, T, S)) < 0.4
 Q_IDS = np.array([[0] * 5 + [1] * 6 + [-1] * 2, [3] * 13])
 KV_IDS = np.array([[0] * 4 + [1] * 7 + [-1] * 6, [3] * 8 + [2] * 9])
+WIDE_IDS = Q_IDS + 2**32 - 5, KV_IDS + 2**32 - 5
 
 
 def _per_row(values: list[int]) -> np.ndarray:
     return np.array(values)[:, None, None, None]
+
+
+def _equal(q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+    return q[:, None, :, None] == kv[:, None, None, :]
 
 
 def _cases() -> dict[str, tuple[masks.Mask, np.ndarray]]:
@@ -40,8 +45,9 @@ def _cases() -> dict[str, tuple[masks.Mask, np.ndarray]]:
         "chunked": (masks.Chunked(4, 2), (i + 2) // 4 == j // 4),
         "segments": (
             masks.Segments(jnp.asarray(Q_IDS), jnp.asarray(KV_IDS)),
-            ((Q_IDS[:, :, None] == KV_IDS[:, None, :]) & (Q_IDS >= 0)[:, :, None])[:, None],
+            _equal(Q_IDS, KV_IDS) & (Q_IDS >= 0)[:, None, :, None],
         ),
+        "segments of uint32": (masks.Segments(*(jnp.asarray(x.astype(np.uint32)) for x in WIDE_IDS)), _equal(*WIDE_IDS)),
         "kv lengths": (masks.Lengths(kv=lengths), j < _per_row([0, 11])),
         "both lengths": (masks.Lengths(jnp.array([13, 5]), lengths), (i < _per_row([13, 5])) & (j < _per_row([0, 11]))),
         "dense static": (masks.Dense(RANDOM), RANDOM),

@@ -201,7 +201,6 @@ def _split(mask: Mask) -> tuple[list[Mask], list[Mask]]:
     for part in mask.conjuncts():
         if isinstance(part, Segments):
             fits = not any(isinstance(taken, Segments) for taken in by_id)
-            fits = fits and all(np.can_cast(ids.dtype, np.int32) for ids in (part.q, part.kv))
         else:
             fits = isinstance(part, Lengths) or (isinstance(part, Dense) and not part.is_static and _is_separable(part))
         (by_id if fits else others).append(part)
@@ -220,7 +219,7 @@ def segment_ids(parts: list[Mask], layout: Layout) -> tuple[Array, Array]:
     q_real, kv_real = jnp.ones((1, layout.T), bool), jnp.ones((1, layout.S), bool)
     for part in parts:
         if isinstance(part, Segments):
-            q, kv = part.q.astype(jnp.int32), part.kv.astype(jnp.int32)
+            q, kv = part.q, part.kv
             q_real, kv_real = q_real & (part.q >= 0), kv_real & (part.kv >= 0)
         elif isinstance(part, Lengths):
             q_real = q_real if part.q is None else q_real & (jnp.arange(layout.T) < part.q.reshape(-1, 1))
