@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from attention_ops import api, masks
+from attention_ops import api, integers, masks
 from attention_ops.errors import UnknownOperationError, did_you_mean
 from attention_ops.integrations.binding import array, check_dropout, check_precision, shared_dropout
 from attention_ops.metadata import OperationMetadata
@@ -226,7 +226,7 @@ def _cache(cache_metadata: Any, cache_view: Any) -> Cache | None:
 
 
 def _lengths(value: Any) -> Int[Array, " B"]:
-    return array(value).reshape(-1)
+    return integers.data(array(value)).reshape(-1)  # a position less the query length may be negative
 
 
 def _positions(

@@ -135,6 +135,14 @@ def test_several_sinks_per_key_value_head():
 # ---------------------------------------------------------------- the cache
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "uint32"])
+def test_more_queries_than_the_cache_holds_whatever_the_dtype_of_its_lengths(dtype):
+    q, k, v = qkv(T=4, S=9)
+    found = easydel.attention(q, k, v, cache_metadata=TransformerMetadata(indexs=jnp.array([2, 9], dtype)))
+    wanted = exact(q, k, v, causal=True, query_offset=np.array([-2, 5]), kv_lengths=np.array([2, 9]))
+    np.testing.assert_allclose(found.attention_outputs, wanted, atol=2e-6)
+
+
 @pytest.mark.parametrize("mechanism", [easydel.DECODE, "flash_attn2"])
 def test_decoding_reads_the_lengths_of_the_cache(mechanism):
     q, k, v = qkv(T=1, S=9)
