@@ -8,7 +8,6 @@ import pickle
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import attention_ops as ao
@@ -116,59 +115,6 @@ def _spec(T=64, S=None, D=64, Dv=None, dtype=jnp.float32, **options):
 
 
 GPU = ao.DeviceProfile.named("a100")
-LIMITS = [
-    (rules.Dtypes(("float32",)), {}, {"dtype": jnp.float16}, "dtype float16 is not one of float32"),
-    (rules.HeadDim(maximum=64), {"D": 64}, {"D": 65}, "head_dim 65 > 64, the limit"),
-    (rules.HeadDim(maximum=64), {}, {"Dv": 128}, "value head_dim 128 > 64"),
-    (rules.HeadDim(minimum=16), {"D": 16}, {"D": 15}, "head_dim 15 < 16, the minimum"),
-    (rules.HeadDim(multiple_of=8), {"D": 72}, {"D": 73}, "head_dim 73 is not a multiple of 8 (pad to 80"),
-    (rules.MinQueryLength(2), {"T": 2}, {"T": 1, "S": 8}, "query length 1 < 2, the minimum"),
-    (rules.LengthMultiple(16), {"T": 32, "S": 48}, {"T": 32, "S": 40}, "key length 40 is not a multiple of 16 (pad to 48"),
-    (rules.LengthMultiple(16), {"T": 32, "S": 48}, {"T": 31, "S": 48}, "query length 31 is not a multiple of 16"),
-    (
-        rules.SelfAttentionMask(),
-        {"T": 4, "S": 8},
-        {"T": 4, "S": 8, "causal": True, "query_offset": 0},
-        "query length 4 != key length 8",
-    ),
-    (rules.SoftmaxDtype("float32"), {}, None, ""),
-    (
-        rules.BiasDtype(),
-        {},
-        {"dtype": jnp.float16, "bias": jax.ShapeDtypeStruct((64, 64), jnp.float32)},
-        "bias dtype float32 != runtime",
-    ),
-    (rules.Requires("jax", "jax"), {}, None, ""),
-    (rules.JaxVersion((0, 10)), {}, None, ""),
-]
-
-
-@pytest.mark.parametrize(("rule", "inside", "outside", "reason"), LIMITS, ids=[repr(limit[0]) for limit in LIMITS])
-def test_each_rule_refuses_alone_and_takes_what_is_just_inside(rule, inside, outside, reason):
-    metadata = OperationMetadata()
-    assert rule.check(_spec(**inside), metadata, GPU) is None
-    assert rule.describe()
-    if outside is not None:
-        assert reason in str(rule.check(_spec(**outside), metadata, GPU))
-
-
-def test_a_dtype_can_be_missing_on_one_platform():
-    rule, half = rules.DtypeNotOn("float16", "cpu"), _spec(dtype=jnp.float16)
-    assert rule.check(half, OperationMetadata(), GPU) is None
-    assert rule.check(_spec(), OperationMetadata(), ao.DeviceProfile.named("cpu")) is None
-    assert "dtype float16 on cpu" in str(rule.check(half, OperationMetadata(), ao.DeviceProfile.named("cpu")))
-
-
-def test_rules_of_the_environment():
-    metadata, spec = OperationMetadata(), _spec()
-    old = dataclasses.replace(GPU, jax_version=(0, 6, 2))
-    assert str(rules.JaxVersion((0, 10)).check(spec, metadata, old)) == "JAX 0.6.2 < 0.10, the minimum (upgrade jax)"
-    missing = rules.Requires("no_such_package", "attention-ops[cuda]").check(spec, metadata, GPU)
-    assert str(missing) == "the package no_such_package is not installed (pip install attention-ops[cuda])"
-    cpu = rules.ComputeCapability((8, 0)).check(spec, metadata, ao.DeviceProfile.named("cpu"))
-    assert str(cpu) == "cpu reports no compute capability, 8.0 is needed"
-    wide = dataclasses.replace(spec, softmax_dtype=np.dtype("float64"))
-    assert "softmax dtype float64 is asked for" in str(rules.SoftmaxDtype().check(wide, metadata, GPU))
 
 
 def test_several_windows_are_their_intersection():
@@ -176,22 +122,6 @@ def test_several_windows_are_their_intersection():
     assert check(causal=True, mask=ao.masks.Window(3, 0), sliding_window=(5, 0)) is None
     assert check(mask=ao.masks.Window(3, 4), sliding_window=(5, 0)) is None
     assert "window right size 2 != 0" in str(check(mask=ao.masks.Window(3, 4), sliding_window=(5, 2)))
-
-
-def test_eight_bit_floats_have_a_reason_of_their_own():
-    spec = dataclasses.replace(_spec(), dtype=np.dtype(jnp.float8_e4m3fn))
-    assert "float8_e4m3fn needs a scaling factor for each tensor" in str(rules.NoFloat8().check(spec, OperationMetadata(), GPU))
-    assert rules.NoFloat8().check(_spec(), OperationMetadata(), GPU) is None
-
-
-def test_a_value_head_dim_of_its_own():
-    rule, spec = rules.ValueHeadDim((9, 0), (9, 10)), _spec(Dv=32)
-    h100 = ao.DeviceProfile.named("h100")
-    assert rule.check(spec, OperationMetadata(), h100) is None
-    assert rule.check(_spec(), OperationMetadata(), GPU) is None
-    assert "on compute capability 8.0 < 9.0" in str(rule.check(spec, OperationMetadata(), GPU))
-    none = dataclasses.replace(h100, cudnn_version=None)
-    assert "with cuDNN not found, 9.10 is needed" in str(rule.check(spec, OperationMetadata(), none))
 
 
 def _changed(monkeypatch, function):
