@@ -61,9 +61,9 @@ class OperationMetadata:
         put("runtime_dtype", _float_dtype("runtime_dtype", self.runtime_dtype))
         put("softmax_dtype", _softmax_dtype(self.softmax_dtype))
         put("block_sizes", _block_sizes(self.block_sizes))
-        put("operation_configs", _FrozenMapping(self.operation_configs))
+        put("operation_configs", _frozen("operation_configs", self.operation_configs))
         if isinstance(self.partition_axis, Mapping):
-            put("partition_axis", _FrozenMapping(self.partition_axis))
+            put("partition_axis", _frozen("partition_axis", self.partition_axis))
         if self.backend is not None and self.backend not in BACKEND_NAMES:
             raise ValueError(f"backend is {self.backend!r}; allowed are None, {', '.join(BACKEND_NAMES)}")
         if self.fallback not in get_args(FallbackPolicy):
@@ -97,13 +97,8 @@ class _FrozenMapping(Mapping[str, Any]):
     __slots__ = ("_hash", "_items")
 
     def __init__(self, items: Mapping[str, Any]):
-        if not isinstance(items, Mapping):
-            raise TypeError(f"expected a mapping from names to settings, found {type(items).__name__}")
         self._items = {key: tuple(value) if isinstance(value, list) else value for key, value in items.items()}
-        try:
-            self._hash = hash(frozenset(self._items.items()))
-        except TypeError as error:
-            raise TypeError(f"the values of {dict(self._items)} must be hashable (a frozen dataclass is): {error}") from None
+        self._hash = hash(frozenset(self._items.items()))
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
@@ -125,6 +120,17 @@ class _FrozenMapping(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _FrozenMapping, (dict(self._items),)
+
+
+def _frozen(name: str, value: Any) -> _FrozenMapping:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping from names to settings, found {type(value).__name__}")
+    try:
+        return _FrozenMapping(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is {dict(value)}; allowed are values that can be hashed, as a frozen dataclass: {error}"
+        ) from None
 
 
 def _float_dtype(name: str, dtype: Any) -> np.dtype | None:

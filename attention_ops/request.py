@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -309,7 +310,7 @@ def _array(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return value
     if value is None or isinstance(value, str):
-        raise TypeError(f"{name} must be an array, found {type(value).__name__}")
+        raise TypeError(f"{name} must be an array, found {type(value).__name__}; {_LAYOUT}")
     return jnp.asarray(value)
 
 
@@ -344,7 +345,7 @@ def _runtime_dtype(query: Any, key: Any, value: Any, runtime_dtype: np.dtype | N
     if runtime_dtype is not None:
         for name, dtype in zip(("query", "key", "value"), dtypes, strict=True):
             if not jnp.issubdtype(dtype, jnp.floating):
-                raise TypeError(f"{name} has dtype {dtype}; allowed are floating dtypes")
+                raise TypeError(f"{name} has dtype {dtype}; allowed are floating dtypes, which runtime_dtype then casts")
         return runtime_dtype
     if len(set(dtypes)) > 1:
         raise TypeError(
@@ -513,7 +514,7 @@ def _sinks(sinks: Any, H: int) -> Any:
         return None
     sinks = _array("softmax_aux", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise TypeError(f"softmax_aux must be floating, found {sinks.dtype}")
+        raise TypeError(f"softmax_aux must be floating, found {sinks.dtype}; cast with .astype('float32')")
     shape = tuple(sinks.shape)
     n = shape[-1] if len(shape) == 2 else 1
     if n == 0 or not (shape == (H,) or (len(shape) == 2 and shape[0] in (1, H))):
@@ -532,14 +533,25 @@ def _dropout(given: dict[str, Any]) -> tuple[float, Any]:
         return 0.0, None
     if given["dropout_rng"] is None:
         raise ValueError(f"dropout_prob is {probability} with deterministic=False, so dropout_rng must be a jax.random key")
-    return probability, given["dropout_rng"]
+    return probability, _random_key(given["dropout_rng"])
+
+
+def _random_key(key: Any) -> Any:
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+    if not is_new and not (dtype == np.uint32 and len(shape) == 1):
+        found = type(key).__name__ if dtype is None else f"{dtype}{list(shape)}"
+        raise TypeError(f"dropout_rng must be one jax.random key, found {found}; make it with jax.random.key(seed)")
+    return key
 
 
 def _number(name: str, value: Any) -> float | None:
     if value is None or type(value) is float:
         return value
     if isinstance(value, Tracer):
-        raise TypeError(f"{name} is traced, but must be a number known while compiling; multiply the query by it instead")
-    if isinstance(value, bool | str) or np.ndim(value) != 0:
-        raise TypeError(f"{name} must be a number, found {type(value).__name__}")
-    return float(value)
+        fix = "multiply the query by it instead" if name == "softmax_scale" else "name it in static_argnames of jax.jit"
+        raise TypeError(f"{name} is traced, but must be a number known while compiling; {fix}")
+    if not isinstance(value, bool | str) and np.ndim(value) == 0:
+        with contextlib.suppress(TypeError, OverflowError):
+            return float(value)
+    raise TypeError(f"{name} must be a number that a float can hold, found {value!r:.60} ({type(value).__name__})")

@@ -43,8 +43,12 @@ def test_metadata_is_a_value():
         ({"block_sizes": 128}, TypeError, "block_sizes is 128; allowed are"),
         ({"backend": "cudda"}, ValueError, "backend is 'cudda'; allowed are None, cuda"),
         ({"fallback": "never"}, ValueError, "fallback is 'never'; allowed are warn, silent, error"),
-        ({"operation_configs": {"flash": {}}}, TypeError, "must be hashable"),
-        ({"operation_configs": 3}, TypeError, "expected a mapping"),
+        (
+            {"operation_configs": {"flash": {}}},
+            TypeError,
+            "operation_configs is {'flash': {}}; allowed are values that can be hashed",
+        ),
+        ({"operation_configs": 3}, TypeError, "operation_configs must be a mapping from names to settings, found int"),
     ],
 )
 def test_metadata_errors(fields, error, match):

@@ -71,7 +71,7 @@ ERRORS = [
     ({"softmax_aux": _struct(3)}, ValueError, r"softmax_aux has shape \(3,\); allowed are \[H\] = \[4\]"),
     ({"softmax_aux": _struct(2, 4)}, ValueError, r"softmax_aux has shape \(2, 4\)"),
     ({"softmax_aux": _struct(4, dtype=jnp.int32)}, TypeError, "softmax_aux must be floating"),
-    ({"softmax_scale": "big"}, TypeError, "softmax_scale must be a number, found str"),
+    ({"softmax_scale": "big"}, TypeError, r"softmax_scale must be a number that a float can hold, found 'big' \(str\)"),
     ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan"),
     ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap is 0.0; allowed is a finite number above 0"),
     ({"logits_soft_cap": -3}, ValueError, "logits_soft_cap is -3.0"),

@@ -201,7 +201,10 @@ def attention(
 def _refuse_others(others: dict[str, Any]) -> None:
     for name, given in others.items():
         if name not in _UNSUPPORTED:
-            raise TypeError(f"unknown argument {name!r}.{did_you_mean(name, _UNSUPPORTED)}")
+            known = f"taken at their defaults: {', '.join(sorted(_UNSUPPORTED))}"
+            raise TypeError(
+                f"unknown argument {name!r}.{did_you_mean(name, _UNSUPPORTED)} Beside those of the signature, {known}"
+            )
         default, remedy = _UNSUPPORTED[name]
         if given is not default:
             raise ValueError(f"{name}={given!r} cannot be kept, only {default}: {remedy}")

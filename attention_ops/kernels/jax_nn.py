@@ -35,7 +35,7 @@ def native_options(mask: Mask, T: int, S: int) -> dict[str, Any]:
         elif isinstance(part, Window):
             left, right = _narrower(left, part.left), _narrower(right, part.right)
         else:
-            raise TypeError(f"{part} has no native form")
+            raise TypeError(f"{part} has no form in jax.nn; allowed are causal masks and windows")
     if left is not None or right is not None:
         options["local_window_size"] = (S + T if left is None else left, S + T if right is None else right)
     return options
