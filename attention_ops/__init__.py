@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from attention_ops import masks, rules
     from attention_ops.api import attention, plan, record_plans, use
     from attention_ops.config import AttentionConfig, load_config
+    from attention_ops.derivatives import Derivatives
     from attention_ops.device import DeviceProfile, compiling_for
     from attention_ops.errors import (
         AttentionOpsError,
         ConfigError,
+        DerivativeError,
         DuplicateOperationError,
         FallbackWarning,
         NoRouteError,
@@ -31,10 +33,12 @@ __version__ = "0.1.0"
 _HOME = {
     "api": ("attention", "plan", "record_plans", "use"),
     "config": ("AttentionConfig", "load_config"),
+    "derivatives": ("Derivatives",),
     "device": ("DeviceProfile", "compiling_for"),
     "errors": (
         "AttentionOpsError",
         "ConfigError",
+        "DerivativeError",
         "DuplicateOperationError",
         "FallbackWarning",
         "NoRouteError",

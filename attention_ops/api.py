@@ -15,8 +15,18 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
+from attention_ops.derivatives import (
+    OUTPUT_NAME,
+    Derivatives,
+    Subject,
+    marked,
+    own_promotion,
+    refuse_forward_mode,
+    with_named_residuals,
+)
 from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe, is_assumed
 from attention_ops.errors import FallbackWarning, NoRouteError, UnknownOperationError
 from attention_ops.metadata import BlockSizes, OperationMetadata
@@ -221,7 +231,24 @@ def _run(
         plans.append(chosen)
     if chosen.is_fallback:
         _report(chosen, metadata)
-    return _execute(request, _executable(chosen.implementation, chosen.route, metadata, chosen.block_sizes))
+    executable = _executable(chosen.implementation, chosen.route, metadata, chosen.block_sizes)
+    return _execute(_marked(request, executable.subject), executable)
+
+
+def _marked(request: AttentionRequest, subject: Subject) -> AttentionRequest:
+    """Return the request, such that a derivative which the route has not is an error that says so."""
+    if subject.derivatives is Derivatives.ANY or not _is_traced(request):
+        return request
+    arrays = {name: getattr(request, name) for name in _DIFFERENTIABLE if getattr(request, name) is not None}
+    refuse_forward_mode(arrays.values(), subject)
+    return dataclasses.replace(request, **marked(arrays, subject))
+
+
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+
+
+def _is_traced(request: AttentionRequest) -> bool:
+    return any(isinstance(getattr(request, name), Tracer) for name in _DIFFERENTIABLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +261,15 @@ class _Executable:
 
     @property
     def method(self) -> str:
-        return f"forward_{self.route.rpartition('/')[2]}"
+        return f"forward_{self.backend}"
+
+    @property
+    def backend(self) -> str:
+        return self.route.rpartition("/")[2]
+
+    @functools.cached_property
+    def subject(self) -> Subject:
+        return Subject(self.route, self.implementation.routes[self.backend].declaration.derivatives)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -259,12 +294,23 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
     )
     operation = executable.implementation(executable.metadata)
 
-    def run(request: AttentionRequest) -> AttentionOutput:
+    def run_route(request: AttentionRequest) -> AttentionOutput:
         output = getattr(operation, executable.method)(request)
         return _checked(output, request, executable.route)
 
-    with jax.named_scope(f"attention_ops/{executable.route}"):
-        return run(request) if executable.metadata.mesh is None else run_sharded(run, request, executable.metadata)
+    def run(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> AttentionOutput:
+        query, key, value, bias, sinks = inputs
+        whole = AttentionRequest(query, key, value, others[0], bias, sinks, others[1], spec)
+        with jax.named_scope(f"attention_ops/{executable.route}"), own_promotion():
+            mesh = executable.metadata.mesh
+            return run_route(whole) if mesh is None else run_sharded(run_route, whole, executable.metadata)
+
+    inputs = tuple(getattr(request, name) for name in _DIFFERENTIABLE)
+    others = request.mask, request.dropout_key
+    if executable.subject.derivatives is not Derivatives.ANY:
+        return with_named_residuals(run, inputs, others)
+    output = run(inputs, others)
+    return dataclasses.replace(output, attention_outputs=checkpoint_name(output.attention_outputs, OUTPUT_NAME))
 
 
 def _empty(request: AttentionRequest) -> AttentionOutput:

@@ -33,6 +33,10 @@ class NoRouteError(AttentionOpsError, RuntimeError):
         return str(self.args[0])
 
 
+class DerivativeError(AttentionOpsError, TypeError):
+    """The planned route cannot be differentiated in this way; the message has what it can do, and an operation that can."""
+
+
 class ConfigError(AttentionOpsError, ValueError):
     """A configuration file or value cannot be used."""
 

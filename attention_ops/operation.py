@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
+from attention_ops.derivatives import Derivatives
 from attention_ops.device import DeviceProfile
 from attention_ops.features import Feature
 from attention_ops.metadata import BACKEND_NAMES, OperationMetadata
@@ -24,6 +25,9 @@ class Declaration:
 
     `because` says of some features why they are not supported, for refusals to repeat.
 
+    `derivatives`: which it has, if it supports gradients. One with a custom backward, which most kernels have, has gradients
+    only; one in plain JAX operations has `Derivatives.ANY`.
+
     `block_sizes`: the forward takes its tiles from `metadata.block_sizes`, so they can be tuned.
 
     How it can be proven without its device: `interpretable` forwards are Pallas kernels that honour
@@ -32,6 +36,7 @@ class Declaration:
 
     supports: frozenset[Feature] = frozenset()
     rules: tuple[Rule, ...] = ()
+    derivatives: Derivatives = Derivatives.GRADIENT
     block_sizes: bool = False
     interpretable: bool = False
     lowers_to: str = ""
@@ -91,6 +96,7 @@ def forward(
     *,
     supports: Iterable[Feature] = (),
     rules: Sequence[Rule] = (),
+    derivatives: Derivatives = Derivatives.GRADIENT,
     block_sizes: bool = False,
     interpretable: bool = False,
     lowers_to: str = "",
@@ -107,13 +113,16 @@ def forward(
     for rule in rules:
         if not isinstance(rule, Rule) or isinstance(rule, type):
             raise TypeError(f"rules holds {rule!r}; allowed are instances with check(spec, metadata, device) and describe()")
-
+    if not isinstance(derivatives, Derivatives):
+        raise TypeError(f"derivatives is {derivatives!r}; allowed are members of Derivatives")
     for feature in because:
         if not isinstance(feature, Feature) or feature in supports:
             raise TypeError(f"because holds {feature!r}; allowed are members of Feature that are not in supports")
 
     def declare(function: Forward) -> Forward:
-        function.__dict__["declaration"] = Declaration(supports, rules, block_sizes, interpretable, lowers_to, because)
+        function.__dict__["declaration"] = Declaration(
+            supports, rules, derivatives, block_sizes, interpretable, lowers_to, because
+        )
         return function
 
     return declare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from attention_ops.derivatives import Derivatives
 from attention_ops.device import DeviceProfile
 from attention_ops.features import Feature
 from attention_ops.kernels.blockwise import blockwise_attention, blockwise_cost
@@ -23,7 +24,7 @@ class TiledAttention(OperationImpl):
 
     skip_by_data: ClassVar[bool]
 
-    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS}, block_sizes=True)
+    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS}, derivatives=Derivatives.HESSIAN, block_sizes=True)
     def forward_native(self, request: AttentionRequest) -> AttentionOutput:
         blocks = self.metadata.block_sizes
         output, logsumexp = blockwise_attention(

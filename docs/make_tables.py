@@ -31,7 +31,11 @@ def matrix() -> str:
     for feature in ao.Feature:
         cells = ("yes" if feature in route.declaration.supports else "-" for route in routes)
         lines.append(f"| {feature.name}: {feature.value} | " + " | ".join(cells) + " |")
-    lines += ["", "## Limits", ""]
+    derivatives = (
+        route.declaration.derivatives if ao.Feature.GRADIENT in route.declaration.supports else None for route in routes
+    )
+    lines.append("| derivatives | " + " | ".join(found.name if found else "-" for found in derivatives) + " |")
+    lines += ["", *(f"- {member.name}: {member.value}" for member in ao.Derivatives), "", "## Limits", ""]
     for route in routes:
         rules = "; ".join(rule.describe() for rule in route.declaration.rules) or "none"
         lines.append(f"- `{route.name}`: {rules}")

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 def share_of_keys(logsumexp: Float[Array, "B T H"], sinks: Float[Array, "H n"]) -> Float[Array, "B T H"]:
     """Return the part of the softmax that the keys keep; 0 for a row with no allowed key."""
-    return jax.nn.sigmoid(logsumexp - jax.nn.logsumexp(sinks.astype(logsumexp.dtype), axis=-1))
+    return jax.nn.sigmoid(logsumexp - jax.nn.logsumexp(sinks.astype(logsumexp.dtype)[None, None], axis=-1))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -33,7 +33,7 @@ def _output_with_sinks_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Arr
     d_output, d_logsumexp, d_sinks = tangents
     rounded = output_with_sinks(output, logsumexp, sinks, dtype)
     kept = share_of_keys(logsumexp, sinks)
-    sinks, d_sinks = sinks.astype(logsumexp.dtype), d_sinks.astype(logsumexp.dtype)
+    sinks, d_sinks = (x.astype(logsumexp.dtype)[None, None] for x in (sinks, d_sinks))
     total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(sinks, axis=-1))
     by_sinks = jnp.sum(jnp.exp(sinks - total[..., None]) * d_sinks, axis=-1)
     tangent = (d_output + output * ((1 - kept) * d_logsumexp)[..., None]) * kept[..., None]

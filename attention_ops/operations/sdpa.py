@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
+from attention_ops.derivatives import Derivatives
 from attention_ops.features import Feature
 from attention_ops.kernels.jax_nn import xla_attention
 from attention_ops.metadata import OperationMetadata
@@ -27,6 +28,7 @@ class Sdpa(OperationImpl):
     @forward(
         supports={Feature.CAUSAL, Feature.WINDOW, Feature.GQA, Feature.GRADIENT},
         rules=(SelfAttentionMask(), SoftmaxDtype(), DtypeNotOn("float16", "cpu")),
+        derivatives=Derivatives.ANY,
     )
     def forward_native(self, request: AttentionRequest) -> Float[Array, "B T H Dv"]:
         return xla_attention(request.query, request.key, request.value, mask=request.mask, scale=request.scale)

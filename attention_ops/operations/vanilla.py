@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attention_ops.derivatives import Derivatives
 from attention_ops.features import Feature
 from attention_ops.kernels.dense import dense_attention
 from attention_ops.metadata import OperationMetadata
@@ -20,7 +21,7 @@ class Vanilla(OperationImpl):
     name = "vanilla"
     aliases = ("xla",)
 
-    @forward(supports=Feature.ALL)
+    @forward(supports=Feature.ALL, derivatives=Derivatives.ANY)
     def forward_native(self, request: AttentionRequest) -> AttentionOutput:
         spec, dropout = request.spec, request.dropout
         output, weights, logsumexp = dense_attention(
