@@ -9,7 +9,16 @@ from typing import Any
 
 from attention_ops.errors import closest_first, did_you_mean
 
-_repr = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    """Short forms. Python does not write an integer of more than some thousand digits."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        return f"a whole number of {bits} bits" if bits > 1000 else super().repr_int(x, level)
+
+
+_repr = _Short()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 

@@ -19,6 +19,8 @@ from attention_ops.config_errors import Place, shown
 from attention_ops.errors import ConfigError, closest_first
 
 Facts = dict[str, Any]
+MAX_BYTES = 10_000_000
+"""Largest file that is read."""
 
 _WITHOUT_EFFECT = """
 _attn_implementation_autoset _class_name _diffusers_version _name_or_path activation_dropout activation_function
@@ -333,13 +335,26 @@ def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[s
     if os.path.isdir(where):
         where = os.path.join(where, "config.json")
     place = Place(where)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+            raise ConfigError(place.at((), f"the key {twice!r} is given twice; keep one"))
+        return found
+
     try:
-        with open(where, encoding="utf-8") as file:
-            data = json.load(file)
+        with open(where, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise ConfigError(place.at((), f"has more than {MAX_BYTES} bytes, the limit; is it a config.json?"))
+        data = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(place.at((), f"cannot be read: {error.strerror or error}")) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(place.at((), f"is not UTF-8 text (byte {error.start})")) from None
+        raise ConfigError(place.at((), f"is not UTF-8 text (byte {error.start}); a config.json is text in JSON")) from None
     except json.JSONDecodeError as error:
         raise ConfigError(place.at((), f"is not JSON: {error.msg}", error.lineno)) from None
     except (RecursionError, ValueError) as error:

@@ -15,8 +15,14 @@ MAX_BYTES = 1_000_000
 """Largest file that is read. A config is a page of text."""
 MAX_VALUES = 20_000
 """Most values a file may hold once its aliases are written out."""
+MAX_DIGITS = 100
+"""Most characters of a number."""
 
-_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {_TAG + name for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
+_KEYS = {_TAG + name for name in ("str", "int", "merge")}
+_READ = {_TAG + "int": "no whole number", _TAG + "float": "no number", _TAG + "bool": "neither true nor false"}
+_CONSTRUCTOR = yaml.constructor.SafeConstructor()
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], Place]:
@@ -50,7 +56,9 @@ def _text(path: str | os.PathLike[str], place: Place) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(place.at((), f"is not UTF-8 text (byte {error.start}); a config is a text file in YAML")) from None
+        line = raw.count(b"\n", 0, error.start) + 1
+        sentence = f"is not UTF-8 text (byte {error.start}); a config is a text file in YAML"
+        raise ConfigError(place.at((), sentence, line)) from None
 
 
 def _parse(text: str, place: Place) -> tuple[Any, dict[tuple[str, ...], int]]:
@@ -66,11 +74,9 @@ def _parse(text: str, place: Place) -> tuple[Any, dict[tuple[str, ...], int]]:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None
         raise ConfigError(place.at((), f"is not YAML: {error.problem or error.context}", line)) from None
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of too many digits
-        sentence = str(error).splitlines()[0].partition(";")[0]
-        raise ConfigError(place.at((), f"is not YAML: {sentence}")) from None
+    except yaml.reader.ReaderError as error:
+        sentence, line = str(error).splitlines()[0].partition(";")[0], text.count("\n", 0, error.position) + 1
+        raise ConfigError(place.at((), f"is not YAML: {sentence}", line)) from None
 
 
 def _inspect(
@@ -87,17 +93,21 @@ def _inspect(
             raise refusal("an alias contains itself; write the value out")
         return size
     if node.tag not in _PLAIN:
-        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        tag = node.tag.replace(_TAG, "!!")
         raise refusal(
             f"found a value of type {tag}; allowed are text, numbers, true, false, null, lists and mappings: "
             f"remove the tag, or quote what is text"
         )
+    if isinstance(node, yaml.ScalarNode) and (problem := _scalar_problem(node)):
+        raise refusal(problem)
     sizes[id(node)], size, keys = None, 1, set()
     children: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
     for number, child in enumerate(children):
         key, value = child if isinstance(node, yaml.MappingNode) else (None, child)
         if key is not None and (not isinstance(key, yaml.ScalarNode) or key.tag not in _PLAIN):
             raise refusal("a key is not plain text; allowed are lines of `key: value`", key)
+        if key is not None and (problem := _key_problem(key)):
+            raise refusal(problem, key)
         name = str(number) if key is None else key.value
         if name in keys:
             raise refusal(f"the key {name!r} is given twice; keep one", key or node)
@@ -108,6 +118,29 @@ def _inspect(
             raise refusal(f"holds more than {MAX_VALUES} values with its aliases written out; a config is a page of text")
     sizes[id(node)] = size
     return size
+
+
+def _scalar_problem(node: yaml.ScalarNode) -> str:
+    """Return what is wrong with a value that no collection is, or nothing."""
+    if node.tag not in _READ:
+        try:
+            node.value.encode()
+        except UnicodeEncodeError:
+            return f"{shown(node.value)} holds half of a pair of surrogates, which is no character; write the character itself"
+        return ""
+    if len(node.value) > MAX_DIGITS:
+        return f"is a number of {len(node.value)} characters, more than {MAX_DIGITS}; write a smaller one, or quote what is text"
+    try:
+        _CONSTRUCTOR.yaml_constructors[node.tag](_CONSTRUCTOR, node)
+    except (ValueError, KeyError):  # a tag was written beside it
+        return f"{shown(node.value)} is {_READ[node.tag]}; remove the tag {node.tag.replace(_TAG, '!!')}, or correct the value"
+    return ""
+
+
+def _key_problem(key: yaml.ScalarNode) -> str:
+    if key.tag not in _KEYS:
+        return f"YAML reads the key {key.value!r} as {key.tag.removeprefix(_TAG)}, not as text; quote it"
+    return _scalar_problem(key)
 
 
 def dump(data: Mapping[str, Any]) -> str:

@@ -148,9 +148,8 @@ def profile_of(device: str | None, backend: str | None = None) -> DeviceProfile:
     except ValueError as error:
         raise Refused(error) from error
     except RuntimeError as error:  # JAX has no such platform here, or cannot start it
-        raise Refused(
-            f"there is no {backend or 'usable'} device here ({str(error).splitlines()[0]}); name one, for example --device a100"
-        ) from error
+        why = str(error.__cause__ or error).splitlines()[0]
+        raise Refused(f"there is no {backend or 'usable'} device here ({why}); name one, for example --device a100") from error
 
 
 def layers_of(config: AttentionConfig, layer: str | None) -> tuple[str | int | None, ...]:

@@ -62,8 +62,8 @@ def bind(
     if isinstance(implementation, ConfiguredAttention):
         return implementation
     raise TypeError(
-        f"found {type(implementation).__name__}; allowed are an operation's name, a sequence of names, an operation, an "
-        "AttentionConfig or its build(), and None for 'auto'"
+        f"implementation is of type {type(implementation).__name__}; allowed are an operation's name, a sequence of names, an "
+        "operation, an AttentionConfig or its build(), and None for 'auto'"
     )
 
 
@@ -71,7 +71,7 @@ def named(implementation: str | Sequence[str]) -> tuple[str, ...]:
     """Return the names as a tuple, each of them registered."""
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"found {implementation!r}; allowed is an operation's name or a non-empty sequence of names")
+        raise TypeError(f"implementation is {implementation!r}; allowed is an operation's name or a non-empty sequence of names")
     for name in names:
         OperationRegistry.get(name.partition("/")[0])
     return names

@@ -287,7 +287,7 @@ def test_what_is_refused():
             TypeError,
             "goes with names: an operation and a config",
         ),
-        (lambda: attention_fn(3), TypeError, "found int; allowed are an operation's name"),
+        (lambda: attention_fn(3), TypeError, "implementation is of type int; allowed are an operation's name"),
         (lambda: attention_fn([]), TypeError, "non-empty sequence of names"),
     ):
         with pytest.raises(error, match=message):
