@@ -23,6 +23,9 @@ from attention_ops.kernels.decode import STEP, decode, is_decoding
 from attention_ops.kernels.tiles import NEG_INF, Shape, Tiler
 from attention_ops.masks import Mask, starts_within
 
+_FORWARD_CELLS, _BACKWARD_CELLS = 1 << 19, 1 << 18
+"""Tiles of several heads are taken together up to so many logits: large products are faster than small ones, in a cache."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseSettings:
@@ -30,19 +33,29 @@ class BlockwiseSettings:
 
     scale: float
     soft_cap: float | None
-    block_q: int
-    block_kv: int
+    block_q: int | None
+    block_kv: int | None
     skip_by_data: bool
     softmax_dtype: np.dtype
 
+    def shape(self, query: tuple[int, ...], key: tuple[int, ...], *, is_backward: bool = False) -> Shape:
+        (_, T, H, D), (_, S, K, _) = query, key
+        sizes = block_sizes(T, S, H, K, D, self.block_q, self.block_kv, is_backward=is_backward)
+        return Shape.of(query, key, *sizes, _BACKWARD_CELLS if is_backward else _FORWARD_CELLS)
 
-def block_sizes(T: int, S: int, H: int, K: int, D: int, block_q: int | None, block_kv: int | None) -> tuple[int, int]:
+
+def block_sizes(
+    T: int, S: int, H: int, K: int, D: int, block_q: int | None, block_kv: int | None, *, is_backward: bool = False
+) -> tuple[int, int]:
     """Choose tile sizes, evened out so that little is padding.
 
-    About 512 rows of one key/value head by 512 columns; while decoding all rows, and columns of about 2**20 numbers.
+    About 512 rows of one key/value head by 256 columns, 512 backward or if there is one such head; while decoding all rows, and
+    columns of about 2**20 numbers.
     """
     G = max(H // max(K, 1), 1)
-    columns = max(STEP // max(K * D, 1), 128) if is_decoding(T, S, G) else 512
+    columns = 512 if is_backward or K <= 1 else 256
+    if is_decoding(T, S, G) and not is_backward:
+        columns = max(STEP // max(K * D, 1), 128)
     return block_q or _even(T, max(512 // G, 64)), block_kv or _even(S, columns)
 
 
@@ -79,8 +92,6 @@ def blockwise_attention(
     by tiles and never broadcast. `skip_by_data` also skips tiles that segment ids, lengths, traced offsets or boolean arrays
     leave empty; without it only those that static positions do. Block sizes of None are chosen by `block_sizes`.
     """
-    (_, T, H, D), (S, K) = query.shape, key.shape[1:3]
-    block_q, block_kv = block_sizes(T, S, H, K, D, block_q, block_kv)
     settings = BlockwiseSettings(scale, soft_cap, block_q, block_kv, skip_by_data, softmax_dtype)
     output, logsumexp = _attend(settings, query, key, value, mask, bias, sinks)  # type: ignore[misc]
     return BlockwiseOutput(output, logsumexp)
@@ -123,12 +134,13 @@ def _forward(
             bias=bias,
             scale=settings.scale,
             soft_cap=settings.soft_cap,
-            block_kv=settings.block_kv,
+            block_kv=settings.shape(query.shape, key.shape).block_kv,
             skip_by_data=settings.skip_by_data,
             dtype=dtype,
         )
     else:
-        output, logsumexp = _tile_by_tile(settings, query, key, value, mask, bias)
+        output_dtype = dtype if sinks is not None else query.dtype
+        output, logsumexp = _tile_by_tile(settings, query, key, value, mask, bias, output_dtype)
     total = logsumexp
     if sinks is not None:
         total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(sinks.astype(dtype), axis=-1))
@@ -136,43 +148,61 @@ def _forward(
     return output.astype(query.dtype), logsumexp, total
 
 
-def _tile_by_tile(settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Array, Array]:
-    """Return output and logsumexp of the keys, in the softmax dtype and public layout."""
-    shape, dtype = Shape.of(query.shape, key.shape, settings.block_q, settings.block_kv), settings.softmax_dtype
+def _tile_by_tile(
+    settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, output_dtype: np.dtype
+) -> tuple[Array, Array]:
+    """Return output and, in the softmax dtype, logsumexp of the keys, in public layout."""
+    shape, dtype = settings.shape(query.shape, key.shape), settings.softmax_dtype
     work = t.work_list(*t.kinds_per_unit(shape, mask, bias is not None, settings.skip_by_data))
-    tiler = Tiler(shape, mask, bias, settings.soft_cap)
-    queries, keys, values = t.by_query_head(query, shape), t.by_key_head(key, shape), t.by_key_head(value, shape)
-    finite = t.finite_tiles(values, shape, shape.block_kv)
+    # bfloat16 is multiplied as it is. The scale would round it, so it waits for the logits: free inside the exponential.
+    is_narrow = query.dtype == jnp.bfloat16 and dtype == jnp.float32
+    operand_dtype = query.dtype if is_narrow else dtype
+    in_exponent = is_narrow and settings.scale > 0 and bias is None and settings.soft_cap is None
+    factor = settings.scale if in_exponent else 1.0
+    tiler = Tiler(shape, mask, bias, settings.soft_cap, scale=settings.scale if is_narrow and not in_exponent else 1.0)
+    Dv = value.shape[-1]
 
-    def unit(_: None, index: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        batch, heads, i = index
-        q = t.query_tile(queries, shape, batch, heads, i).astype(dtype) * settings.scale
+    def unit(carry: tuple[Array, Array], index: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+        batch, heads = index
+        queries = t.queries_of_unit(t.bits(query), shape, batch, heads)
+        keys, values = (t.keys_of_unit(t.bits(x), shape, batch, heads) for x in (key, value))
+        finite = t.finite_tiles(t.from_bits(values, value.dtype), shape.block_kv)
 
-        def visit(j: Array, state: tuple[Array, Array, Array], tiles: int, partial: bool) -> tuple[Array, Array, Array]:
-            output, highest, total = state
-            at = tiler.at(batch, heads, i, j, kv_tiles=tiles)
-            k, v = (t.key_tile(x, shape, batch, heads, j, tiles).astype(dtype) for x in (keys, values))
-            logits, _ = tiler.logits(q, k, at)
-            seen = tiler.visible(at) if partial else None
-            if seen is not None:
-                logits = tiler.hide(seen, logits, NEG_INF, at)
-                v = tiler.without_unseen_keys(v, t.all_of(finite[batch, heads], j, tiles), at)
-            new = jnp.maximum(highest, jnp.max(logits, axis=-1))
-            anchor = jnp.where(new == NEG_INF, 0, new) if partial else new
-            weights = jnp.exp(logits - anchor[..., None])
-            keep = jnp.exp(highest - anchor)
-            total = total * keep + jnp.sum(weights, axis=-1)
-            return output * keep[..., None] + t.dot(weights, v, (2, 1)), new, total
+        def rows_of_tiles(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
+            q = t.from_bits(t.query_tile(queries, shape, i), query.dtype).astype(operand_dtype)
+            q = q if is_narrow else q * settings.scale
 
-        rows = q.shape[:2]
-        state = jnp.zeros((*rows, value.shape[-1]), dtype), jnp.full(rows, NEG_INF, dtype), jnp.zeros(rows, dtype)
-        output, highest, total = work.loop(visit, batch, heads, i, state)
-        empty = total == 0
-        logsumexp = jnp.where(empty, NEG_INF, highest + jnp.log(jnp.where(empty, 1, total)))
-        return None, (output / jnp.where(empty, 1, total)[..., None], logsumexp)
+            def visit(j: Array, state: tuple[Array, Array, Array], tiles: int, partial: bool) -> tuple[Array, Array, Array]:
+                output, highest, total = state
+                at = tiler.at(batch, heads, i, j, kv_tiles=tiles)
+                k, v = (t.from_bits(t.key_tile(x, shape, j, tiles), key.dtype).astype(operand_dtype) for x in (keys, values))
+                logits, _ = tiler.logits(q, k, at)
+                seen = tiler.visible(at) if partial else None
+                if seen is not None:
+                    logits = tiler.hide(seen, logits, NEG_INF, at)
+                    v = tiler.without_unseen_keys(v, t.all_of(finite, j, tiles), at)
+                new = jnp.maximum(highest, jnp.max(logits, axis=-1) * factor)
+                anchor = jnp.where(new == NEG_INF, 0, new) if partial else new
+                weights = jnp.exp(logits * factor - anchor[..., None])
+                keep = jnp.exp(highest - anchor)
+                total = total * keep + jnp.sum(weights, axis=-1)
+                return output * keep[..., None] + t.dot(weights.astype(operand_dtype), v, (2, 1)), new, total
 
-    _, (output, logsumexp) = jax.lax.scan(unit, None, t.units(shape, shape.grid[0]))
-    return t.from_query_tiles(output, shape), t.from_query_tiles(logsumexp[..., None], shape)[..., 0]
+            rows = q.shape[:2]
+            state = jnp.zeros((*rows, Dv), dtype), jnp.full(rows, NEG_INF, dtype), jnp.zeros(rows, dtype)
+            output, highest, total = work.loop(visit, batch, heads, i, state)
+            empty = total == 0
+            total = jnp.where(empty, 1, total)
+            return None, (output / total[..., None], jnp.where(empty, NEG_INF, highest + jnp.log(total))[..., None])
+
+        _, found = jax.lax.scan(rows_of_tiles, None, jnp.arange(shape.grid[0], dtype=jnp.int32))
+        output, logsumexp = (t.from_query_tiles(x, shape) for x in found)
+        return (t.put_unit(carry[0], output, batch, heads), t.put_unit(carry[1], logsumexp, batch, heads)), None
+
+    whole = query.shape[:3]
+    start = jnp.zeros((*whole, Dv), output_dtype), jnp.zeros((*whole, 1), dtype)
+    (output, logsumexp), _ = jax.lax.scan(unit, start, t.units(shape))
+    return output, logsumexp[..., 0]
 
 
 # ---------------------------------------------------------------- backward
@@ -182,27 +212,22 @@ def _attend_bwd(settings: BlockwiseSettings, residuals: Any, cotangents: Any) ->
     query, key, value, mask, bias, sinks, output, logsumexp, total = residuals
     d_output, d_logsumexp = cotangents
     dtype = settings.softmax_dtype
-    shape = Shape.of(query.shape, key.shape, settings.block_q, settings.block_kv)
+    shape = settings.shape(query.shape, key.shape, is_backward=True)
     empty = logsumexp == NEG_INF
-    d_output = jnp.where(empty[..., None], 0, d_output).astype(dtype)
-    delta = jnp.sum(d_output * output.astype(dtype), axis=-1)
-    d_sinks = None
+    delta = jnp.sum(jnp.where(empty[..., None], 0, d_output).astype(dtype) * output.astype(dtype), axis=-1)
+    d_sinks, kept = None, None
     if sinks is not None:
         sink_weights = jnp.exp(sinks.astype(dtype) - total[..., None])
         d_sinks = -jnp.sum(sink_weights * delta[..., None], axis=(0, 1)).astype(sinks.dtype)
         kept = jnp.exp(logsumexp - total)  # of the softmax by the keys; the tiles recompute it without the sinks
-        d_output, delta = d_output * kept[..., None], delta * kept
+        delta = delta * kept
     delta = delta - jnp.where(empty, 0, d_logsumexp)
     anchor = jnp.where(empty, jnp.inf, logsumexp)
-    d_query, d_key, d_value, d_bias = _backward_tiles(settings, shape, query, key, value, mask, bias, d_output, delta, anchor)
-    return (
-        d_query.astype(query.dtype),
-        d_key.astype(key.dtype),
-        d_value.astype(value.dtype),
-        None,
-        None if bias is None else d_bias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype),
-        d_sinks,
-    )
+    gradients = _backward_tiles(settings, shape, query, key, value, mask, bias, d_output, kept, delta, anchor)
+    d_query, d_key, d_value, d_bias = gradients
+    if bias is not None:
+        d_bias = d_bias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    return d_query, d_key, d_value, None, d_bias, d_sinks
 
 
 def _backward_tiles(
@@ -214,43 +239,48 @@ def _backward_tiles(
     mask: Any,
     bias: Any,
     d_output: Array,
+    kept: Array | None,
     delta: Array,
     anchor: Array,
 ) -> tuple[Array, Array, Array, Any]:
     """Return the gradients of query, key and value in public layout, and of the padded bias.
 
     Key tiles outside, query tiles inside: the gradients of key and value are carried by the inner loop, that of the query
-    is added to in place.
+    is added to in place. Rows that see nothing have an anchor of inf.
     """
     dtype = settings.softmax_dtype
     may, must = t.kinds_per_unit(shape, mask, bias is not None, settings.skip_by_data)
     work = t.work_list(may.swapaxes(-1, -2), must.swapaxes(-1, -2))
     tiler = Tiler(shape, mask, bias, settings.soft_cap, keys_first=True)
-    queries, keys, values = t.by_query_head(query, shape), t.by_key_head(key, shape), t.by_key_head(value, shape)
-    d_outputs = t.by_query_head(d_output, shape)
-    deltas = t.by_query_head(delta[..., None], shape)
-    anchors = t.by_query_head(anchor[..., None], shape, fill=float("inf"))
-    finite_keys, finite_queries = t.finite_tiles(keys, shape, shape.block_kv), t.finite_tiles(queries, shape, shape.block_q)
-    d_bias = None if tiler.bias is None else jnp.zeros(tiler.bias.shape, dtype)
 
-    def row(d_bias: Any, index: tuple[Array, Array]) -> Any:
+    def unit(carry: tuple[Any, ...], index: tuple[Array, Array]) -> tuple[tuple[Any, ...], None]:
         batch, heads = index
 
+        def queries_of(x: Array, fill: float = 0.0) -> Array:
+            return t.from_bits(t.queries_of_unit(t.bits(x), shape, batch, heads, fill), x.dtype).astype(dtype)
+
+        def keys_of(x: Array) -> Array:
+            return t.from_bits(t.keys_of_unit(t.bits(x), shape, batch, heads), x.dtype).astype(dtype)
+
+        queries, keys, values = queries_of(query) * settings.scale, keys_of(key), keys_of(value)
+        deltas, anchors = queries_of(delta[..., None]), queries_of(anchor[..., None], fill=float("inf"))
+        d_outputs = jnp.where(anchors == jnp.inf, 0, queries_of(d_output))
+        if kept is not None:
+            d_outputs = d_outputs * queries_of(kept[..., None])
+        finite_keys, finite_queries = t.finite_tiles(keys, shape.block_kv), t.finite_tiles(queries, shape.block_q)
+
         def column(carry: Any, j: Array) -> Any:
-            k, v = (t.key_tile(x, shape, batch, heads, j).astype(dtype) for x in (keys, values))
+            k, v = (t.key_tile(x, shape, j) for x in (keys, values))
             k_transposed = jax.lax.optimization_barrier(k.swapaxes(1, 2))
 
             def visit(i: Array, state: Any, tiles: int, partial: bool) -> Any:
                 d_queries, d_bias, d_key, d_value = state
                 at = tiler.at(batch, heads, i, j, q_tiles=tiles)
-                q, do, delta, anchor = (
-                    t.query_tile(x, shape, batch, heads, i, tiles) for x in (queries, d_outputs, deltas, anchors)
-                )
-                q = q.astype(dtype) * settings.scale
+                q, do, delta, anchor = (t.query_tile(x, shape, i, tiles) for x in (queries, d_outputs, deltas, anchors))
                 seen, kk = tiler.visible(at) if partial else None, k
                 if seen is not None:
-                    kk = tiler.without_unseen_keys(k, finite_keys[batch, heads, j], at)
-                    q = tiler.without_blind_queries(q, t.all_of(finite_queries[batch, heads], i, tiles), at)
+                    kk = tiler.without_unseen_keys(k, finite_keys[j], at)
+                    q = tiler.without_blind_queries(q, t.all_of(finite_queries, i, tiles), at)
                 logits, slope = tiler.logits(q, kk, at)
                 weights = jnp.exp(logits - anchor.swapaxes(1, 2))
                 d_logits = t.dot(v, do, (2, 2)) - delta.swapaxes(1, 2)
@@ -273,14 +303,21 @@ def _backward_tiles(
             d_queries, d_bias, d_key, d_value = work.loop(visit, batch, heads, j, (d_queries, d_bias, *zeros))
             return (d_queries, d_bias), (d_key, d_value)
 
+        d_query, d_key, d_value, d_bias = carry
         start = jnp.zeros((shape.heads, query.shape[-1], shape.G, shape.padded[0]), dtype)
         cols = jnp.arange(shape.grid[1], dtype=jnp.int32)
         (d_queries, d_bias), (d_keys, d_values) = jax.lax.scan(column, (start, d_bias), cols)
-        return d_bias, (d_queries * settings.scale, d_keys, d_values)
+        d_queries = d_queries.transpose(3, 0, 2, 1).reshape(shape.padded[0], shape.query_heads, -1) * settings.scale
+        d_query = t.put_unit(d_query, d_queries, batch, heads)
+        d_key, d_value = (
+            t.put_unit(whole, t.from_key_tiles(x), batch, heads) for whole, x in ((d_key, d_keys), (d_value, d_values))
+        )
+        return (d_query, d_key, d_value, d_bias), None
 
-    batch, heads, _ = t.units(shape, 1)
-    d_bias, (d_queries, d_keys, d_values) = jax.lax.scan(row, d_bias, (batch, heads))
-    return t.from_query_heads(d_queries, shape), t.from_key_tiles(d_keys, shape), t.from_key_tiles(d_values, shape), d_bias
+    d_bias = None if tiler.bias is None else jnp.zeros(tiler.bias.shape, dtype)
+    start = (*(jnp.zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias)
+    gradients, _ = jax.lax.scan(unit, start, t.units(shape))
+    return gradients
 
 
 def _add_rows(x: Float[Array, "heads d G rows"], tile: Float[Array, "heads d n"], row: Any) -> Array:

@@ -17,8 +17,6 @@ from attention_ops.masks import Mask, Tile, Tiling, slice_within, starts_within
 
 NEG_INF = float("-inf")
 _HIGHEST = jax.lax.Precision.HIGHEST
-_TILE_CELLS = 1 << 18
-"""Logits of a tile that are handled at a time, if the caller does not choose: 1 MiB in float32, a tile of 512 x 512."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +33,14 @@ class Shape:
     heads: int
 
     @staticmethod
-    def of(query: tuple[int, ...], key: tuple[int, ...], block_q: int, block_kv: int) -> Shape:
-        """Return the sizes for arrays [B, T, H, D] and [B, S, K, D]; small tiles take several heads at a time."""
+    def of(query: tuple[int, ...], key: tuple[int, ...], block_q: int, block_kv: int, most_cells: int) -> Shape:
+        """Return the sizes for arrays [B, T, H, D] and [B, S, K, D], with heads taken together up to `most_cells` logits."""
         B, T, H, _ = query
         _, S, K, _ = key
         G = H // K
         block_q, block_kv = min(block_q, T), min(block_kv, S)
         cells = G * block_q * block_kv
-        heads = max((n for n in range(1, K + 1) if K % n == 0 and n * cells <= _TILE_CELLS), default=1)
+        heads = max((n for n in range(1, K + 1) if K % n == 0 and n * cells <= most_cells), default=1)
         return Shape(B, T, S, K, G, block_q, block_kv, heads)
 
     @property
@@ -75,20 +73,22 @@ class Work(NamedTuple):
 
     Neighbours that are both visible are visited as one tile twice as long. `order` holds the first tiles of pairs that are full,
     then those of other pairs, then tiles that stand alone; `counts` says where each of the three ends, `exists` whether there
-    is any of the three, as far as it is known while compiling, `whole` that all that stand alone are full.
+    is any of the three, as far as it is known while compiling, `whole` that all that stand alone are full. Without pairs
+    (`width` 1) the first are the full tiles, the last the others.
     """
 
     order: Any
     counts: Any
     exists: tuple[bool, bool, bool]
     whole: bool
+    width: int
 
     def loop(self, visit: Callable[..., Any], batch: Any, unit: Any, outer: Any, state: Any) -> Any:
         """Run `visit(inner, state, tiles=, partial=)`; `tiles` is 2 for a pair, `partial` says that not all need be visible."""
         index = (_within(batch, self.order.shape[0]), _within(unit, self.order.shape[1]), outer)
         order, counts = self.order[index], self.counts[index]
         start: Any = 0
-        for kind, (tiles, partial) in enumerate(((2, False), (2, True), (1, not self.whole))):
+        for kind, (tiles, partial) in enumerate(((self.width, False), (self.width, True), (1, not self.whole))):
             if self.exists[kind]:
 
                 def step(n: Array, state: Any, tiles: int = tiles, partial: bool = partial) -> Any:
@@ -123,22 +123,25 @@ def work_list(may: Any, must: Any, pairs: bool = True) -> Work:
     xp = np if static else jnp
     may, must = xp.broadcast_arrays(may, must)
     full = may & must
-    pairs = pairs and may.shape[-1] > 1
-    first, second = _paired(may, xp) if pairs else (may & False, may & False)
-    after = xp.concatenate([full[..., 1:], full[..., :1]], axis=-1)
-    kind = xp.where(first, xp.where(full & after, 0, 1), xp.where(may & ~second, 2, 3))
+    if pairs:
+        first, second = _paired(may, xp)
+        after = xp.concatenate([full[..., 1:], full[..., :1]], axis=-1)
+        kind = xp.where(first, xp.where(full & after, 0, 1), xp.where(may & ~second, 2, 3))
+    else:
+        kind = xp.where(full, 0, xp.where(may, 2, 3))
     order = xp.argsort(kind, axis=-1, stable=True).astype(np.int32)
     # Of a list of one tile XLA knows the tile, and moves its logits out of the loop: computed for every row, visited or not.
     order = xp.concatenate([order, order[..., :1]], axis=-1)
     counts = xp.stack([(kind <= n).sum(axis=-1) for n in range(3)], axis=-1).astype(np.int32)
-    exists, whole = (pairs, pairs, True), False
+    has_pairs = pairs and may.shape[-1] > 1
+    exists, whole = (has_pairs or not pairs, has_pairs, True), False
     if static:
         order = order[..., : max(2, int(counts.max(initial=0)))]
         exists = tuple(bool(np.any(kind == n)) for n in range(3))
         whole = bool(np.all(full[kind == 2]))
     elif isinstance(must, np.ndarray) and not must.any():
         exists = (False, *exists[1:])
-    return Work(jnp.asarray(order), jnp.asarray(counts), exists, whole)  # type: ignore[arg-type]
+    return Work(jnp.asarray(order), jnp.asarray(counts), exists, whole, 2 if pairs else 1)  # type: ignore[arg-type]
 
 
 def _paired(visible: Any, xp: Any) -> tuple[Any, Any]:
@@ -151,82 +154,107 @@ def _paired(visible: Any, xp: Any) -> tuple[Any, Any]:
     return visible & is_even & has_next, visible & ~is_even
 
 
-def units(shape: Shape, outer: int) -> tuple[Array, Array, Array]:
-    """Return the indices (batch, unit, outer tile) of all units of work."""
-    grid = np.indices((shape.B, shape.units, outer), dtype=np.int32)
+def units(shape: Shape) -> tuple[Array, Array]:
+    """Return the indices (batch, unit) of all units of work."""
+    grid = np.indices((shape.B, shape.units), dtype=np.int32)
     return tuple(jnp.asarray(axis.reshape(-1)) for axis in grid)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- layout
 
 
-def by_query_head(x: Any, shape: Shape, fill: float = 0.0) -> Array:
-    """[B, T, H, d] to [B, K, G, rows, d], rows padded to whole tiles with `fill`."""
-    rows, d = shape.padded[0], x.shape[-1]
-    x = jnp.pad(x, ((0, 0), (0, rows - shape.T), (0, 0), (0, 0)), constant_values=fill)
-    return x.reshape(shape.B, rows, shape.K, shape.G, d).transpose(0, 2, 3, 1, 4)
+def queries_of_unit(x: Any, shape: Shape, batch: Any, unit: Any, fill: float = 0.0) -> Array:
+    """Return [heads, G, rows, d] of [B, T, H, d], rows padded to whole tiles with `fill`."""
+    x = _heads_of(x, batch, unit, shape.query_heads)
+    x = jnp.pad(x, ((0, 0), (0, shape.padded[0] - shape.T), (0, 0)), constant_values=fill)
+    return x.reshape(shape.heads, shape.G, *x.shape[1:])
 
 
-def by_key_head(x: Any, shape: Shape) -> Array:
-    """[B, S, K, d] to [B, K, cols, d], cols padded to whole tiles."""
-    return jnp.pad(x, ((0, 0), (0, shape.padded[1] - shape.S), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
+def keys_of_unit(x: Any, shape: Shape, batch: Any, unit: Any) -> Array:
+    """Return [heads, cols, d] of [B, S, K, d], cols padded to whole tiles."""
+    x = _heads_of(x, batch, unit, shape.heads)
+    return jnp.pad(x, ((0, 0), (0, shape.padded[1] - shape.S), (0, 0)))
 
 
-def query_tile(x: Any, shape: Shape, batch: Any, unit: Any, i: Any, tiles: int = 1) -> Array:
-    """Return [heads, G * tiles * block_q, d] of [B, K, G, rows, d], from query tile i."""
+def _heads_of(x: Array, batch: Any, unit: Any, heads: int) -> Array:
+    """Return [heads, length, d] of [B, length, all heads, d]. A unit at a time, so that the copies stay in a cache."""
+    _, length, _, d = x.shape
+    if heads <= 4:
+        parts = [slice_within(x, (batch, 0, unit * heads + n, 0), (1, length, 1, d)).reshape(1, length, d) for n in range(heads)]
+        return jnp.concatenate(parts)
+    return slice_within(x, (batch, 0, unit * heads, 0), (1, length, heads, d))[0].transpose(1, 0, 2)
+
+
+def bits(x: Array) -> Array:
+    """Return 16-bit floats as integers: XLA on CPU widens the floats to copy them."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def from_bits(x: Array, dtype: np.dtype) -> Array:
+    """Return an array that `bits` was given."""
+    return jax.lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
+
+
+def query_tile(x: Any, shape: Shape, i: Any, tiles: int = 1) -> Array:
+    """Return [heads, G * tiles * block_q, d] of the queries of a unit, from query tile i."""
     rows = tiles * shape.block_q
-    starts = (batch, unit * shape.heads, 0, i * shape.block_q, 0)
-    tile = slice_within(x, starts, (1, shape.heads, shape.G, rows, x.shape[-1]))
+    tile = slice_within(x, (0, 0, i * shape.block_q, 0), (shape.heads, shape.G, rows, x.shape[-1]))
     return tile.reshape(shape.heads, shape.G * rows, x.shape[-1])
 
 
-def key_tile(x: Any, shape: Shape, batch: Any, unit: Any, j: Any, tiles: int = 1) -> Array:
-    """Return [heads, tiles * block_kv, d] of [B, K, cols, d], from key tile j."""
-    starts = (batch, unit * shape.heads, j * shape.block_kv, 0)
-    return slice_within(x, starts, (1, shape.heads, tiles * shape.block_kv, x.shape[-1]))[0]
+def key_tile(x: Any, shape: Shape, j: Any, tiles: int = 1) -> Array:
+    """Return [heads, tiles * block_kv, d] of the keys of a unit, from key tile j."""
+    return slice_within(x, (0, j * shape.block_kv, 0), (shape.heads, tiles * shape.block_kv, x.shape[-1]))
 
 
-def from_query_tiles(x: Any, shape: Shape) -> Array:
-    """[B * units * nq, heads, G * block_q, d] to [B, T, H, d]."""
-    rows, d = shape.grid[0], x.shape[-1]
-    x = x.reshape(shape.B, shape.units, rows, shape.heads, shape.G, shape.block_q, d)
-    x = x.transpose(0, 2, 5, 1, 3, 4, 6).reshape(shape.B, shape.padded[0], shape.K * shape.G, d)
-    return x[:, : shape.T]
+def put_unit(whole: Array, part: Float[Array, "length heads d"], batch: Any, unit: Any) -> Array:
+    """Put the heads of a unit, their padding cut off, in their place in [B, length, all heads, d]."""
+    _, length, _, _ = whole.shape
+    part = part[None, :length].astype(whole.dtype)
+    starts = starts_within(whole.shape, (batch, 0, unit * part.shape[2], 0))
+    return jax.lax.dynamic_update_slice(whole, part, starts)
 
 
-def from_query_heads(x: Any, shape: Shape) -> Array:
-    """[B * units, heads, d, G, rows] to [B, T, H, d]."""
-    x = x.reshape(shape.B, shape.K, x.shape[2], shape.G, shape.padded[0]).transpose(0, 4, 1, 3, 2)
-    return x.reshape(shape.B, shape.padded[0], shape.K * shape.G, -1)[:, : shape.T]
+def from_query_tiles(x: Float[Array, "nq heads r d"], shape: Shape) -> Float[Array, "rows n d"]:
+    """Return the rows of all tiles, each with the query heads of the unit."""
+    tiles, d = x.shape[0], x.shape[-1]
+    x = x.reshape(tiles, shape.heads, shape.G, shape.block_q, d)
+    return x.transpose(0, 3, 1, 2, 4).reshape(tiles * shape.block_q, shape.query_heads, d)
 
 
-def from_key_tiles(x: Any, shape: Shape) -> Array:
-    """[B * units, nk, heads, block_kv, d] to [B, S, K, d]."""
-    cols, d = shape.grid[1], x.shape[-1]
-    x = x.reshape(shape.B, shape.units, cols, shape.heads, shape.block_kv, d)
-    x = x.transpose(0, 2, 4, 1, 3, 5).reshape(shape.B, shape.padded[1], shape.K, d)
-    return x[:, : shape.S]
+def from_key_tiles(x: Float[Array, "nk heads c d"]) -> Float[Array, "cols heads d"]:
+    """Return the columns of all tiles."""
+    return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3])
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Contract one axis of each, with the leading axis as batch, at full precision."""
-    return jax.lax.dot_general(
-        a, b, (((contract[0],), (contract[1],)), ((0,), (0,))), precision=_HIGHEST, preferred_element_type=a.dtype
-    )
+    """Contract one axis of each, with the leading axis as batch, at full precision, summed in float32 or wider."""
+    axes = (((contract[0],), (contract[1],)), ((0,), (0,)))
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jax.lax.dot_general(a, b, axes, precision=_HIGHEST, preferred_element_type=wide)
 
 
 # ---------------------------------------------------------------- one tile
 
 
 class Tiler:
-    """The logits of a tile, and what of it is visible.
+    """The logits of a tile, and what of it is visible. `scale` is what the queries have not been multiplied by yet.
 
     Tiles are [heads, G * rows, cols], or with the last two swapped if `keys_first`: the products backward then sum over
     the last axis of their first operand, which XLA on CPU does twice as fast as over the first.
     """
 
-    def __init__(self, shape: Shape, mask: Mask | None, bias: Array | None, soft_cap: float | None, keys_first: bool = False):
-        self.shape, self.soft_cap, self.keys_first = shape, soft_cap, keys_first
+    def __init__(
+        self,
+        shape: Shape,
+        mask: Mask | None,
+        bias: Array | None,
+        soft_cap: float | None,
+        *,
+        scale: float = 1.0,
+        keys_first: bool = False,
+    ):
+        self.shape, self.soft_cap, self.scale, self.keys_first = shape, soft_cap, scale, keys_first
         rows, cols = shape.padded
         self.mask = None if mask is None else mask.padded(rows, cols)
         self.bias = None if bias is None else _pad_bias(bias, shape)
@@ -258,8 +286,10 @@ class Tiler:
         return self._grouped(bias_tile(self.bias, at))
 
     def logits(self, query: Array, key: Array, at: Tile) -> tuple[Array, Array | None]:
-        """Return the biased logits of scaled queries, and the derivative of the soft cap."""
+        """Return the biased logits, and the derivative of the soft cap."""
         logits = dot(key, query, (2, 2)) if self.keys_first else dot(query, key, (2, 2))
+        if self.scale != 1.0:
+            logits = logits * self.scale
         slope = None
         if self.soft_cap is not None:
             squashed = jnp.tanh(logits / self.soft_cap)
@@ -315,11 +345,10 @@ def _cleaned(x: Array, is_finite: Array, keep: Callable[[], Array]) -> Array:
     return jax.lax.cond(is_finite, lambda x: x, lambda x: jnp.where(keep()[..., None], x, 0), x)
 
 
-def finite_tiles(x: Array, shape: Shape, block: int) -> Array:
-    """Return whether all is finite in each tile, [B, units, n], of an array [B, K, .., rows, d]."""
-    heads = x.shape[1] // shape.units
-    x = x.reshape(shape.B, shape.units, heads, -1, x.shape[-2] // block, block * x.shape[-1])
-    return jnp.isfinite(x).all(axis=-1).all(axis=(2, 3))
+def finite_tiles(x: Float[Array, "*heads n d"], block: int) -> Array:
+    """Return whether all is finite in each tile, [n], of the queries or the keys of a unit."""
+    zeros = x.reshape(-1, x.shape[-2] // block, block * x.shape[-1]).astype(jnp.float32) * 0
+    return jnp.isfinite(zeros.sum(axis=-1)).all(axis=0)
 
 
 def all_of(flags: Array, first: Any, tiles: int) -> Array:
