@@ -34,7 +34,7 @@ from attention_ops.operation import OperationImpl
 from attention_ops.planner import Chain, Plan, make_plan
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
-from attention_ops.sharding import run_sharded
+from attention_ops.sharding import is_local, run_sharded
 
 Impl = str | Sequence[str]
 ENVIRONMENT = "ATTENTION_OPS_IMPL"
@@ -159,6 +159,7 @@ def _plan(
     names: tuple[str, ...],
     source: str,
 ) -> Plan:
+    metadata = _for_here(metadata)
     request = make_request(query, key, value, options, metadata)
     profile = _device_of(request.query, metadata) if device is None else as_profile(device)
     return make_plan(names, request.spec, metadata, profile, source)
@@ -225,14 +226,22 @@ def _run(
     names: tuple[str, ...],
     source: str,
 ) -> AttentionOutput:
+    metadata = _for_here(metadata)
     request = make_request(query, key, value, options, metadata)
     chosen = make_plan(names, request.spec, metadata, _device_of(request.query, metadata), source)
     for plans in _records.get():
         plans.append(chosen)
     if chosen.is_fallback:
         _report(chosen, metadata)
-    executable = _executable(chosen.implementation, chosen.route, metadata, chosen.block_sizes)
+    executable = _executable(chosen.implementation, chosen.route, metadata, chosen.block_sizes, chosen.way)
     return _execute(_marked(request, executable.subject), executable)
+
+
+def _for_here(metadata: OperationMetadata) -> OperationMetadata:
+    """Return the metadata without the mesh inside a `jax.shard_map` over it: the arrays are one device's part already."""
+    if metadata.mesh is None or not is_local(metadata.mesh):
+        return metadata
+    return dataclasses.replace(metadata, mesh=None)
 
 
 def _marked(request: AttentionRequest, subject: Subject) -> AttentionRequest:
@@ -258,6 +267,7 @@ class _Executable:
     implementation: type[OperationImpl]
     route: str
     metadata: OperationMetadata
+    way: str
 
     @property
     def method(self) -> str:
@@ -274,10 +284,10 @@ class _Executable:
 
 @functools.lru_cache(maxsize=4096)
 def _executable(
-    implementation: type[OperationImpl], route: str, metadata: OperationMetadata, block_sizes: BlockSizes
+    implementation: type[OperationImpl], route: str, metadata: OperationMetadata, block_sizes: BlockSizes, way: str
 ) -> _Executable:
     """Return the same object for the same settings: JAX's look-up of the compiled program is fast by identity."""
-    return _Executable(implementation, route, dataclasses.replace(metadata, block_sizes=block_sizes))
+    return _Executable(implementation, route, dataclasses.replace(metadata, block_sizes=block_sizes), way)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -303,7 +313,7 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
         whole = AttentionRequest(query, key, value, others[0], bias, sinks, others[1], spec)
         with jax.named_scope(f"attention_ops/{executable.route}"), own_promotion():
             mesh = executable.metadata.mesh
-            return run_route(whole) if mesh is None else run_sharded(run_route, whole, executable.metadata)
+            return run_route(whole) if mesh is None else run_sharded(run_route, whole, executable.metadata, executable.way)
 
     inputs = tuple(getattr(request, name) for name in _DIFFERENTIABLE)
     others = request.mask, request.dropout_key

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_v
 from attention_ops import api, masks
 from attention_ops.config_errors import Place, Schema, sentences, shown
 from attention_ops.errors import ConfigError, UnknownOperationError, did_you_mean
-from attention_ops.metadata import FallbackPolicy, OperationMetadata
+from attention_ops.metadata import FallbackPolicy, OnIndivisible, OperationMetadata
 from attention_ops.planner import Chain, Plan
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput, as_mask
@@ -179,6 +179,7 @@ class AttentionConfig(LayerConfig):
         BeforeValidator(_axes),
         Field(description="a mapping from array axes to mesh axis names", examples=["{batch_axis: dp, head_axis: tp}"]),
     ] = None
+    on_indivisible: Annotated[OnIndivisible, Field(description="replicate or error")] = "replicate"
 
     @model_validator(mode="before")
     @classmethod

@@ -205,6 +205,17 @@ class Mask:
     def pad_leaf(self, rows: int, cols: int) -> Mask:
         return self
 
+    def cut(self, row: Any, T: int, col: Any, S: int) -> Mask:
+        """Return the mask of T query rows from `row` by S key columns from `col`, which may be traced.
+
+        Raises:
+            ValueError: chunks that columns from elsewhere than the start of one would cut.
+        """
+        return self.map_leaves(lambda leaf: leaf.cut_leaf(row, T, col, S))
+
+    def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
+        raise NotImplementedError
+
     def block_map(self, T: int, S: int, block_q: int, block_kv: int) -> np.ndarray:
         """Return int8 [b, h, nq, nk] of EMPTY, PARTIAL or FULL per tile; tiles that depend on run-time data are PARTIAL."""
         may, must = self.bounds(Tiling(T, S, block_q, block_kv), np)
@@ -336,6 +347,9 @@ class Positional(Mask):
         this = self._per_row(lambda value: _at(value, at.batch))
         return this.allowed(query, _iota(at.cols, 1) + at.col)[None]
 
+    def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
+        return dataclasses.replace(self, offset=self._offset() + row - col)  # type: ignore[call-arg]
+
     def _per_row(self, function: Callable[[Any], Any]) -> Positional:
         """Return the mask with `function` applied to parameters, other than the offset, that may differ per batch row."""
         return self
@@ -429,6 +443,9 @@ class PrefixLM(Positional):
         super().check_leaf(B, H, T, S)
         _check_rows("prefix", self.prefix, B)
 
+    def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
+        return dataclasses.replace(self, prefix=self.prefix - col, offset=self._offset() + row - col)
+
     def _per_row(self, function: Callable[[Any], Any]) -> PrefixLM:
         return dataclasses.replace(self, prefix=function(self.prefix))
 
@@ -454,6 +471,11 @@ class Chunked(Positional):
         if isinstance(self.size, bool) or not isinstance(self.size, int | np.integer) or self.size < 1:
             raise ValueError(f"chunk size is {self.size!r}; allowed is an integer of 1 or more")
         object.__setattr__(self, "size", integers.near(self.size))
+
+    def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
+        if (isinstance(col, int) and col % self.size) or (not isinstance(col, int) and S % self.size):
+            raise ValueError(f"chunks of {self.size} keys are cut by parts of {S} keys; allowed are parts of whole chunks")
+        return super().cut_leaf(row, T, col, S)
 
     def allowed(self, query: Any, key: Any) -> Any:
         return query // self.size == key // self.size
@@ -523,6 +545,10 @@ class Segments(Mask):
         may = q_some & k_some & (q_low <= k_high) & (k_low <= q_high)
         return may, q_all & k_all & (q_low == k_high) & (k_low == q_high)
 
+    def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
+        q, kv = ((self.q, row, T), (self.kv, col, S))
+        return Segments(*(slice_within(ids, (0, start), (ids.shape[0], n)) for ids, start, n in (q, kv)))
+
     def pad_leaf(self, rows: int, cols: int) -> Mask:
         return Segments(_grow(self.q, 1, rows, -1), _grow(self.kv, 1, cols, -1))
 
@@ -563,6 +589,9 @@ class Lengths(Mask):
 
     def features(self) -> frozenset[Feature]:
         return frozenset({Feature.LENGTHS})
+
+    def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
+        return Lengths(*(None if lengths is None else lengths - start for lengths, start in ((self.q, row), (self.kv, col))))
 
     def check_leaf(self, B: int, H: int, T: int, S: int) -> None:
         _check_rows("q_lengths", self.q, B)
@@ -655,6 +684,11 @@ class Dense(Mask):
             some = _reduce_blocks(some, axis, block, count, False, xp)
             every = _reduce_blocks(every, axis, block, count, True, xp)
         return some, every
+
+    def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
+        array = self._traced()
+        sizes = (*array.shape[:2], *(min(n, size) for n, size in zip(array.shape[2:], (T, S), strict=True)))
+        return Dense(slice_within(array, (0, 0, row, col), sizes))
 
     def pad_leaf(self, rows: int, cols: int) -> Mask:
         array = self._values()

@@ -15,6 +15,7 @@ from attention_ops.device import BACKENDS
 from attention_ops.errors import did_you_mean
 
 FallbackPolicy = Literal["warn", "silent", "error"]
+OnIndivisible = Literal["replicate", "error"]
 BACKEND_NAMES = tuple(dict.fromkeys(name for chain in BACKENDS.values() for name in chain))
 
 
@@ -40,8 +41,10 @@ class OperationMetadata:
         runtime_dtype: query, key and value are cast to it and the output has it. None keeps the dtype of the inputs.
         softmax_dtype: dtype of logits, softmax and sums; float32 or wider. None is float32, float64 for float64 inputs.
         block_sizes: `BlockSizes`, a pair (q, kv), or a mapping with those keys. Default: chosen by the kernel.
-        mesh: a `jax.sharding.Mesh` over which batch and heads are split. None runs where the arrays are.
-        partition_axis: eformer's `PartitionAxis`, or a mapping of `batch_axis` and `head_axis` to mesh axis names.
+        mesh: a `jax.sharding.Mesh` over which batch, heads and sequence are split. None runs where the arrays are.
+        partition_axis: eformer's `PartitionAxis`, or a mapping of `batch_axis`, `head_axis` and `sequence_axis` to mesh axes.
+        on_indivisible: what to do where a mesh axis does not divide what it is to split: "replicate", with a note in the plan,
+            or "error".
         backend: which forward to look for, one of cpu, cuda, rocm, gpu, tpu, native. None is where the arrays are.
         fallback: "warn" once per distinct plan when a named operation cannot take a request, "silent", or "error".
         operation_configs: settings of single operations by name, for example an ejkernel config. Values must be hashable.
@@ -52,6 +55,7 @@ class OperationMetadata:
     block_sizes: BlockSizes = BlockSizes()
     mesh: Any = None
     partition_axis: Any = None
+    on_indivisible: OnIndivisible = "replicate"
     backend: str | None = None
     fallback: FallbackPolicy = "warn"
     operation_configs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -66,8 +70,9 @@ class OperationMetadata:
             put("partition_axis", _frozen("partition_axis", self.partition_axis))
         if self.backend is not None and self.backend not in BACKEND_NAMES:
             raise ValueError(f"backend is {self.backend!r}; allowed are None, {', '.join(BACKEND_NAMES)}")
-        if self.fallback not in get_args(FallbackPolicy):
-            raise ValueError(f"fallback is {self.fallback!r}; allowed are {', '.join(get_args(FallbackPolicy))}")
+        for name, kind in (("fallback", FallbackPolicy), ("on_indivisible", OnIndivisible)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(get_args(kind))}")
 
     @functools.cached_property
     def _hash(self) -> int:

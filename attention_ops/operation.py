@@ -136,6 +136,8 @@ class OperationImpl:
         aliases: other names for it.
         fallback: names of the operations to try, in order, for what this one cannot take.
         tolerance: `Tolerance`, used by the selftest.
+        over_sequence: the ways to use a mesh axis of the sequence, in order, see `sharding`; for operations that have no
+            forward of their own and only choose.
 
     A forward takes one `AttentionRequest` and returns an `AttentionOutput`, or just the output array [B, T, H, Dv]. It must
     honour `request.scale`, and is only ever given what its `@forward` declares. It is traced by `jax.jit`.
@@ -145,6 +147,7 @@ class OperationImpl:
     aliases: ClassVar[tuple[str, ...]] = ()
     fallback: ClassVar[tuple[str, ...]] = ()
     tolerance: ClassVar[Tolerance] = Tolerance()
+    over_sequence: ClassVar[tuple[str, ...]] = ("gather",)
     routes: ClassVar[dict[str, Route]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

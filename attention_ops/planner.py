@@ -13,7 +13,7 @@ from attention_ops.metadata import BACKEND_NAMES, BlockSizes, OperationMetadata
 from attention_ops.operation import Estimate, OperationImpl, Route
 from attention_ops.request import RequestSpec
 from attention_ops.rules import Reason
-from attention_ops.sharding import layout, local_spec
+from attention_ops.sharding import layout, local_spec, sequence_devices
 
 
 class Chain(tuple[str, ...]):
@@ -51,6 +51,7 @@ class Plan:
         notes: remarks on the choice, among them where the name came from.
         estimate: flops and temporary bytes of the forward, where the operation states them.
         spec: the facts of the request; with a mesh, of one device's part of it.
+        way: over a sequence axis of the mesh, see `sharding`: the one that was planned with.
     """
 
     requested: tuple[str, ...]
@@ -63,11 +64,12 @@ class Plan:
     estimate: Estimate | None
     spec: RequestSpec = dataclasses.field(repr=False)
     implementation: type[OperationImpl] = dataclasses.field(repr=False)
+    way: str = "gather"
 
     @property
     def is_fallback(self) -> bool:
         """Whether one name was asked for and another operation runs."""
-        return not _is_chain(self.requested) and not _same_operation(self.requested[0], self.operation)
+        return not _is_chain(self.requested) and not _is_asked_for(self.requested[0], self.operation, self.way)
 
     @functools.cached_property
     def reasons(self) -> str:
@@ -134,9 +136,9 @@ def _is_chain(requested: tuple[str, ...]) -> bool:
     return len(requested) > 1 or isinstance(requested, Chain)
 
 
-def _same_operation(requested: str, operation: str) -> bool:
+def _is_asked_for(requested: str, operation: str, way: str) -> bool:
     cls = registry.OperationRegistry.get(requested.partition("/")[0])
-    return cls.name == operation or not cls.routes
+    return cls.name == operation or (not cls.routes and way in cls.over_sequence)
 
 
 def make_plan(
@@ -155,8 +157,7 @@ def make_plan(
         UnknownOperationError: a name is not registered.
         NoRouteError: every candidate refused; the message has all reasons.
     """
-    local = spec if metadata.mesh is None else local_spec(spec, metadata)
-    return _make_plan(requested, local, metadata, device, source, registry.generation(), tuning.table(), verdicts.table())
+    return _make_plan(requested, spec, metadata, device, source, registry.generation(), tuning.table(), verdicts.table())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -171,26 +172,30 @@ def _make_plan(
     proven: verdicts.Table,
 ) -> Plan:
     decisions: list[Decision] = []
-    chosen: tuple[type[OperationImpl], Route] | None = None
+    chosen: tuple[type[OperationImpl], Route, RequestSpec, str] | None = None
     backends = backends_for(metadata, device)
-    for name in _expand(requested, spec, metadata, device):
+    for name, way in _expand(requested, spec, metadata, device):
+        local = local_spec(spec, metadata, way)
+        blocked = () if metadata.mesh is None else tuple(Reason(text) for text in layout(spec, metadata, way).refusals)
         operation, routes = _routes(name, backends)
         if not routes:
             found = ", ".join(operation.routes) or "none"
             decisions.append(Decision(name, (Reason(f"has no route for {device.platform}, only for {found}"),)))
         for route in routes:
+            if any(decision.accepted and decision.route == route.name for decision in decisions):
+                continue  # it can go an earlier way
             failed = proven.refusal(route.name, device)
-            reasons = route.refusals(spec, metadata, device)
+            reasons = (*blocked, *route.refusals(local, metadata, device))
             decision = Decision(route.name, reasons if failed is None else (*reasons, failed))
             decisions.append(decision)
             if chosen is None and decision.accepted:
-                chosen = operation, route
+                chosen = operation, route, local, way
     if chosen is None:
         lines = [f"  {d.route}: {reason}" for d in decisions for reason in d.reasons]
         headline = f"no route of {' > '.join(requested)} takes this request on {device}:"
         raise NoRouteError("\n".join([headline, *lines]), tuple(decisions))
-    operation, route = chosen
-    sizes, remarks = _tuned_sizes(route, spec, metadata, device, tuned)
+    operation, route, local, way = chosen
+    sizes, remarks = _tuned_sizes(route, local, metadata, device, tuned)
     return Plan(
         requested=requested,
         operation=operation.name,
@@ -198,10 +203,11 @@ def _make_plan(
         device=device,
         decisions=tuple(decisions),
         block_sizes=sizes,
-        notes=(*_notes(spec, metadata, source), *remarks, *device.notes),
-        estimate=operation.estimate(spec, dataclasses.replace(metadata, block_sizes=sizes)),
-        spec=spec,
+        notes=(*_notes(spec, metadata, source, way), *remarks, *device.notes),
+        estimate=operation.estimate(local, dataclasses.replace(metadata, block_sizes=sizes)),
+        spec=local,
         implementation=operation,
+        way=way,
     )
 
 
@@ -227,14 +233,23 @@ def backends_for(metadata: OperationMetadata, device: DeviceProfile) -> tuple[st
     return BACKENDS.get(backend) or (("gpu", "native") if backend == "gpu" else ("native",))
 
 
-def _expand(requested: tuple[str, ...], spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> tuple[str, ...]:
-    names: list[str] = []
+def _expand(
+    requested: tuple[str, ...], spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile
+) -> tuple[tuple[str, str], ...]:
+    """Return the names to try, each with the way to go over a sequence axis of the mesh."""
+    names: list[tuple[str, str]] = []
     for name in requested:
         operation = registry.OperationRegistry.get(name.partition("/")[0])
-        if not operation.routes or not (_is_chain(requested) or "/" in name):
-            names += operation.candidates(spec, metadata, device)
-        else:
-            names.append(name)
+        if operation.routes and (_is_chain(requested) or "/" in name):
+            names.append((name, "gather"))
+            continue
+        for way in operation.over_sequence:
+            names += [(found, way) for found in operation.candidates(local_spec(spec, metadata, way), metadata, device)]
+        if not operation.routes and not _is_chain(requested):
+            names += [(found, "gather") for found in operation.fallback]
+    if sequence_devices(metadata) == 1:  # then all ways are one
+        ways = dict(reversed(names))
+        names = [(name, ways[name]) for name, _ in names]
     return tuple(dict.fromkeys(names))
 
 
@@ -251,10 +266,11 @@ def _routes(name: str, backends: tuple[str, ...]) -> tuple[type[OperationImpl], 
     return operation, [operation.routes[found] for found in backends if found in operation.routes]
 
 
-def _notes(spec: RequestSpec, metadata: OperationMetadata, source: str) -> tuple[str, ...]:
+def _notes(spec: RequestSpec, metadata: OperationMetadata, source: str, way: str) -> tuple[str, ...]:
     notes = [f"name chosen by {source}"] if source else []
     if metadata.mesh is not None:
-        notes.append(f"the mesh splits {layout(metadata)}; the request above is one device's part")
+        split = layout(spec, metadata, way)
+        notes += [f"the mesh splits {split}; the request above is one device's part", *split.notes]
     if 0 in (spec.B, spec.T, spec.S):
         notes.append("an axis is empty, so no kernel runs and the output is zeros")
     return tuple(notes)

@@ -1,6 +1,12 @@
-"""One call over a device mesh: batch rows and heads are split, each device runs the route on its own part.
+"""One call over a device mesh: batch rows, heads and the sequence are split, each device runs the route on its own part.
 
-Attention does not mix batch rows or heads, so no device talks to another. Key and value sequences stay whole.
+Attention does not mix batch rows or heads. Over a sequence axis there are four ways:
+
+- "gather": every device has its part of the queries and all keys. The default.
+- "merge": every device has all queries and its part of the keys; the results are merged by their logsumexp. Taken where the
+  queries are too few to be split, which is decoding with a cache in parts.
+- "ring": every device has its part of both, and the keys go round.
+- "ulysses": the sequence axis splits the heads instead; queries, keys and outputs change places before and after.
 """
 
 from __future__ import annotations
@@ -12,40 +18,176 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attention_ops.masks import Dense, Mask, Segments
+from attention_ops import sequence
+from attention_ops.features import Feature
+from attention_ops.masks import Chunked, Dense, Mask, Positional, Segments
 from attention_ops.metadata import OperationMetadata
 from attention_ops.request import AttentionOutput, AttentionRequest, RequestSpec
 
-DEFAULT_AXES = {"batch_axis": ("dp", "fsdp"), "head_axis": ("tp",)}
-"""The mesh axes that split batch and heads when `partition_axis` is None: those of eformer's PartitionAxis."""
+DEFAULT_AXES = {"batch_axis": ("dp", "fsdp"), "head_axis": ("tp",), "sequence_axis": ("sp",)}
+"""The mesh axes that split batch, heads and sequence when `partition_axis` is None: those of eformer's PartitionAxis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The mesh axes over which batch rows and heads are split, and in how many parts."""
+    """How a mesh splits one call.
+
+    Attributes:
+        batch, heads, sequence: the mesh axes that split each; those that do not divide are left out.
+        batch_parts, head_parts, sequence_parts: in how many parts.
+        has_own_keys: whether the key/value heads are split like the query heads; else each device takes those it needs of all.
+        way: over the sequence, "gather", "merge", "ring" or "ulysses"; "" where it is whole.
+        notes: what is replicated, and what that costs.
+        refusals: why the way that was asked for cannot be gone.
+    """
 
     batch: tuple[str, ...]
     heads: tuple[str, ...]
+    sequence: tuple[str, ...]
     batch_parts: int
     head_parts: int
+    sequence_parts: int
+    has_own_keys: bool
+    way: str
+    notes: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+
+    @property
+    def query_parts(self) -> int:
+        return self.sequence_parts if self.way in ("gather", "ring") else 1
+
+    @property
+    def key_parts(self) -> int:
+        return self.sequence_parts if self.way in ("merge", "ring") else 1
+
+    @property
+    def query_axes(self) -> tuple[str, ...]:
+        return self.sequence if self.query_parts > 1 else ()
+
+    @property
+    def key_axes(self) -> tuple[str, ...]:
+        return self.sequence if self.key_parts > 1 else ()
 
     def __str__(self) -> str:
-        return f"batch over {list(self.batch)} in {self.batch_parts}, heads over {list(self.heads)} in {self.head_parts}"
+        text = f"batch over {list(self.batch)} in {self.batch_parts}, heads over {list(self.heads)} in {self.head_parts}"
+        return f"{text}, sequence over {list(self.sequence)} in {self.sequence_parts} ({_WAYS[self.way]})" if self.way else text
 
 
-@functools.lru_cache(maxsize=256)
-def layout(metadata: OperationMetadata) -> Layout:
-    """Return how the mesh of the metadata splits a call.
+_WAYS = {
+    "gather": "gather: all keys on every device",
+    "merge": "merge: keys in parts, results merged by their logsumexp",
+    "ring": "ring: keys go round",
+    "ulysses": "ulysses: its axes split the heads, by all-to-all",
+}
+
+
+def is_local(mesh: Any) -> bool:
+    """Whether the code being traced already runs on one device's part: inside a `jax.shard_map` over an axis of the mesh."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(set(manual) & set(mesh.axis_names))
+
+
+def sequence_devices(metadata: OperationMetadata) -> int:
+    """Return over how many devices the mesh could split a sequence."""
+    if metadata.mesh is None:
+        return 1
+    sizes = dict(metadata.mesh.shape)
+    return math.prod(sizes[axis] for axis in _axes(metadata.partition_axis, "sequence_axis", sizes))
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(spec: RequestSpec, metadata: OperationMetadata, way: str = "gather") -> Layout:
+    """Return how the mesh of the metadata splits a call, going the `way` over the sequence if it can be gone.
 
     Raises:
-        ValueError: `partition_axis` names an axis the mesh does not have.
+        ValueError: `partition_axis` names an axis the mesh does not have; something does not divide and the metadata ask for
+            an error.
     """
     sizes = dict(metadata.mesh.shape)
-    batch, heads = (_axes(metadata.partition_axis, name, sizes) for name in ("batch_axis", "head_axis"))
-    return Layout(batch, heads, math.prod(sizes[axis] for axis in batch), math.prod(sizes[axis] for axis in heads))
+    batch, heads, axes = (_axes(metadata.partition_axis, name, sizes) for name in DEFAULT_AXES)
+    notes: list[str] = []
+
+    def divided(what: str, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
+        kept: tuple[str, ...] = ()
+        for axis in axes:
+            parts = math.prod(sizes[name] for name in kept) * sizes[axis]
+            if size % parts == 0:
+                kept = (*kept, axis)
+            else:
+                _replicate(metadata, notes, what, size, axis, sizes[axis])
+        return kept
+
+    batch, heads = divided("batch size", spec.B, batch), divided("query heads", spec.H, heads)
+    axes = tuple(axis for axis in axes if sizes[axis] > 1)
+    n, refusals = math.prod(sizes[axis] for axis in axes), ()
+    if n == 1:
+        axes, way = (), ""
+    elif way == "ulysses":
+        refusals = _refuse_ulysses(spec, math.prod(sizes[axis] for axis in heads), n)
+        heads = heads if refusals else (*heads, *axes)
+    else:
+        way, refusals = _way(spec, way, n)
+        if not way:
+            for axis in axes:
+                _replicate(metadata, notes, f"query length {spec.T} and key length", spec.S, axis, sizes[axis])
+            axes, n = (), 1
+    head_parts = math.prod(sizes[axis] for axis in heads)
+    has_own_keys = spec.K % head_parts == 0
+    if not has_own_keys:
+        _replicate(metadata, notes, "key/value heads", spec.K, ", ".join(heads), head_parts, "each takes the heads it reads")
+    batch_parts = math.prod(sizes[axis] for axis in batch)
+    return Layout(batch, heads, axes, batch_parts, head_parts, n, has_own_keys, way, tuple(notes), refusals)
+
+
+def _replicate(
+    metadata: OperationMetadata,
+    notes: list[str],
+    what: str,
+    size: int,
+    axis: str,
+    parts: int,
+    cost: str = "each does the work of all",
+) -> None:
+    if metadata.on_indivisible == "error":
+        raise ValueError(
+            f"{what} {size} cannot be split over the mesh axis {axis!r} of {parts} devices; use a size that {parts} divides, "
+            'leave the axis out of partition_axis, or set on_indivisible="replicate"'
+        )
+    notes.append(f"{what} {size} is not split over {axis!r} of {parts} devices, which does not divide it: replicated, {cost}")
+
+
+def _refuse_ulysses(spec: RequestSpec, head_parts: int, n: int) -> tuple[str, ...]:
+    parts = head_parts * n
+    return () if spec.H % parts == 0 else (f"ulysses needs query heads that {parts} devices divide, found {spec.H}",)
+
+
+def _way(spec: RequestSpec, way: str, n: int) -> tuple[str, tuple[str, ...]]:
+    """Return the way over a sequence axis of n devices that can be gone, "" for none, and why a ring cannot."""
+    in_parts = _obstacles(spec, n)
+    if way == "ring" and spec.T % n == 0 and spec.T > 0:
+        return way, tuple(f"a ring of {n} devices {obstacle}" for obstacle in in_parts)
+    if spec.T % n == 0:
+        return "gather", ()
+    return ("", ()) if in_parts else ("merge", ())
+
+
+def _obstacles(spec: RequestSpec, n: int) -> list[str]:
+    """Say why the keys cannot be attended in n parts."""
+    found = []
+    if spec.S % n:
+        found.append(f"needs a key length that {n} divides, found {spec.S}")
+    if spec.dropout:
+        found.append("cannot draw dropout, which the merged softmax would have to undo")
+    if spec.want_weights:
+        found.append("cannot return the attention weights, which no device has")
+    for leaf in () if spec.mask is None else spec.mask.leaves():
+        if isinstance(leaf, Chunked) and (spec.S // n) % leaf.size:
+            found.append(f"would cut the mask's chunks of {leaf.size} keys into parts of {spec.S // n}")
+    return found
 
 
 def _axes(partition_axis: Any, name: str, sizes: dict[str, int]) -> tuple[str, ...]:
@@ -67,31 +209,52 @@ def _tuple(axes: Any) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def local_spec(spec: RequestSpec, metadata: OperationMetadata) -> RequestSpec:
+# ---------------------------------------------------------------- one device's part
+
+
+def local_spec(spec: RequestSpec, metadata: OperationMetadata, way: str = "gather") -> RequestSpec:
     """Return the spec one device sees. Rules are asked about this one.
 
     Raises:
-        ValueError: the batch or the heads do not divide; the message has both numbers.
+        ValueError: as `layout`.
     """
-    if metadata.mesh is None:
-        return spec
-    split = layout(metadata)
-    for name, size, parts, axes in (
-        ("batch size", spec.B, split.batch_parts, split.batch),
-        ("query heads", spec.H, split.head_parts, split.heads),
-        ("key/value heads", spec.K, split.head_parts, split.heads),
-    ):
-        if size % parts:
-            raise ValueError(
-                f"{name} {size} cannot be split over the mesh axes {list(axes)} of {parts} devices; "
-                f"use a size that {parts} divides, or leave the axis out of partition_axis"
-            )
-    B, H, K = spec.B // split.batch_parts, spec.H // split.head_parts, spec.K // split.head_parts
+    return spec if metadata.mesh is None else _local_spec(spec, layout(spec, metadata, way))
+
+
+@functools.lru_cache(maxsize=1024)
+def _local_spec(spec: RequestSpec, split: Layout) -> RequestSpec:
+    B, H = spec.B // split.batch_parts, spec.H // split.head_parts
+    K = spec.K // split.head_parts if split.has_own_keys else _needed_heads(spec, H)
+    T, S = spec.T // split.query_parts, spec.S // split.key_parts
     bias = spec.bias_shape
     if bias is not None:
-        bias = (min(bias[0], B), min(bias[1], H), bias[2], bias[3])
+        bias = (min(bias[0], B), min(bias[1], H), min(bias[2], T), min(bias[3], S))
     mask = None if spec.mask is None else _shardable(spec.mask).abstract().map_leaves(lambda leaf: _local_mask(leaf, B, H))
-    return dataclasses.replace(spec, B=B, H=H, K=K, bias_shape=bias, mask=mask)
+    features = spec.features
+    if mask is not None and split.way in _CUTS:
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        mask = jax.eval_shape(
+            lambda mask, at: mask.cut(at, T, at, S) if split.way != "gather" else mask.cut(at, T, 0, S), mask, index
+        )
+        mask = mask.abstract()
+        features |= {Feature.OFFSET} if any(isinstance(leaf, Positional) for leaf in mask.leaves()) else frozenset()
+    if K == H:
+        features -= {Feature.GQA}
+    sinks, want_logsumexp = spec.sinks, spec.want_logsumexp
+    if split.way in _MERGES:
+        features, sinks, want_logsumexp = (features | {Feature.LOGSUMEXP}) - {Feature.SINKS}, 0, True
+    return dataclasses.replace(
+        spec, B=B, T=T, S=S, H=H, K=K, bias_shape=bias, mask=mask, features=features, sinks=sinks, want_logsumexp=want_logsumexp
+    )
+
+
+_CUTS = ("gather", "merge", "ring")
+_MERGES = ("merge", "ring")
+
+
+def _needed_heads(spec: RequestSpec, H: int) -> int:
+    """Return how many key/value heads H neighbouring query heads get: the one they share, else one each."""
+    return 1 if spec.groups % H == 0 else H
 
 
 def _shardable(mask: Mask) -> Mask:
@@ -120,51 +283,117 @@ def _axis_names(leaf: Mask, array: Any) -> tuple[str, ...]:
     return ("batch",)[: array.ndim]
 
 
+# ---------------------------------------------------------------- running
+
+
 def run_sharded(
-    run: Callable[[AttentionRequest], AttentionOutput], request: AttentionRequest, metadata: OperationMetadata
+    run: Callable[[AttentionRequest], AttentionOutput], request: AttentionRequest, metadata: OperationMetadata, way: str
 ) -> AttentionOutput:
     """Run a route on every device's part of the request."""
-    split, spec = layout(metadata), request.spec
-    local = local_spec(spec, metadata)
+    spec = request.spec
+    split, local = layout(spec, metadata, way), local_spec(spec, metadata, way)
 
     def specs_of(leaf: Mask) -> Mask:
         return jax.tree_util.tree_map(lambda x: _spec_of(x.shape, _axis_names(leaf, x), split), leaf)
 
     mask = None if request.mask is None else _shardable(request.mask)
-    heads_last = P(_name(split.batch), None, _name(split.heads), None)
+    batch, heads = _name(split.batch), _name(split.heads)
+    queries = P(batch, _name(split.query_axes), heads, None)
+    keys = P(batch, _name(split.key_axes), heads if split.has_own_keys else None, None)
     arrays = (request.query, request.key, request.value, mask, request.bias, request.sinks, request.dropout_key)
     in_specs = (
-        heads_last,
-        heads_last,
-        heads_last,
+        queries,
+        keys,
+        keys,
         None if mask is None else mask.map_leaves(specs_of),
         None if request.bias is None else _spec_of(request.bias.shape, ("batch", "heads", "rows", "cols"), split),
-        None if request.sinks is None else P(_name(split.heads), None),
+        None if request.sinks is None else P(heads, None),
         None if request.dropout_key is None else P(),
     )
-    heads_first = P(_name(split.batch), _name(split.heads), None, None)
     out_specs: Any = AttentionOutput(
-        attention_outputs=heads_last,  # type: ignore[arg-type]
-        attention_weights=heads_first if spec.want_weights else None,  # type: ignore[arg-type]
-        logsumexp=P(_name(split.batch), None, _name(split.heads)) if spec.want_logsumexp else None,  # type: ignore[arg-type]
+        attention_outputs=queries,  # type: ignore[arg-type]
+        attention_weights=P(batch, heads, _name(split.query_axes), None) if spec.want_weights else None,  # type: ignore[arg-type]
+        logsumexp=P(batch, _name(split.query_axes), heads) if spec.want_logsumexp else None,  # type: ignore[arg-type]
     )
 
     def on_one_device(*arrays: Any) -> AttentionOutput:
         query, key, value, mask, bias, sinks, dropout_key = arrays
         if dropout_key is not None:
-            for axis in (*split.batch, *split.heads):
+            for axis in (*split.batch, *split.heads, *split.query_axes):
                 dropout_key = jax.random.fold_in(dropout_key, jax.lax.axis_index(axis))
+        if not split.has_own_keys:
+            key, value = (_heads_read(x, spec, local, split) for x in (key, value))
+        if split.way in _MERGES:
+            return _in_parts(run, query, key, value, mask, bias, sinks, split, spec, local)
+        if split.way == "gather":
+            row = jax.lax.axis_index(split.sequence) * local.T
+            mask = None if mask is None else mask.cut(row, local.T, 0, local.S)
+            bias = sequence.bias_part(bias, row, local.T, 0, local.S)
         return run(AttentionRequest(query, key, value, mask, bias, sinks, dropout_key, local))
 
     split_run = jax.shard_map(on_one_device, mesh=metadata.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return split_run(*_placed(arrays, in_specs, metadata.mesh))
+    if split.way != "ulysses":
+        return split_run(*_placed(arrays, in_specs, metadata.mesh))
+    before = P(batch, _name(split.sequence), _name(tuple(axis for axis in split.heads if axis not in split.sequence)), None)
+    query, key, value = (_moved(x, before, metadata.mesh) for x in arrays[:3])
+    output = split_run(*_placed((query, key, value, *arrays[3:]), in_specs, metadata.mesh))
+    return dataclasses.replace(output, attention_outputs=_moved(output.attention_outputs, before, metadata.mesh))
+
+
+def _heads_read(x: Any, spec: RequestSpec, local: RequestSpec, split: Layout) -> Any:
+    """Return the key/value heads that this device's query heads read, of all heads."""
+    first = jax.lax.axis_index(split.heads) * local.H
+    if local.K == 1:
+        return jax.lax.dynamic_slice_in_dim(x, first // spec.groups, 1, axis=2)
+    return jnp.take(x, (first + jnp.arange(local.H)) // spec.groups, axis=2)
+
+
+def _in_parts(
+    run: Callable[[AttentionRequest], AttentionOutput],
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Mask | None,
+    bias: Any,
+    sinks: Any,
+    split: Layout,
+    spec: RequestSpec,
+    local: RequestSpec,
+) -> AttentionOutput:
+    """Attend keys that lie in parts; the sinks join at the end, once."""
+
+    def attend(query: Any, key: Any, value: Any, mask: Mask | None, bias: Any) -> sequence.Found:
+        output = run(AttentionRequest(query, key, value, mask, bias, None, None, local))
+        assert output.logsumexp is not None
+        return sequence.Found(output.attention_outputs, output.logsumexp)
+
+    way = sequence.ring if split.way == "ring" else sequence.merged
+    output, logsumexp = way(attend, split.sequence, query, key, value, mask, bias)
+    if sinks is not None:
+        total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(sinks.astype(logsumexp.dtype), axis=-1))
+        output = (output.astype(logsumexp.dtype) * jnp.exp(logsumexp - total)[..., None]).astype(output.dtype)
+    return AttentionOutput(output, logsumexp=logsumexp if spec.want_logsumexp else None)
 
 
 def _placed(arrays: Any, specs: Any, mesh: Any) -> Any:
     """Place the arrays as the specs say where the mesh has explicit axes; with automatic ones shard_map does it."""
-    if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
+    if not _is_explicit(mesh):
         return arrays
     return jax.tree_util.tree_map(lambda array, spec: jax.reshard(array, NamedSharding(mesh, spec)), arrays, specs)
+
+
+def _moved(array: Any, spec: P, mesh: Any) -> Any:
+    """Place one array, under either kind of axes; where its length does not divide, leave it."""
+    length, parts = array.shape[1], math.prod(mesh.shape[axis] for axis in _tuple(spec[1]))
+    heads = math.prod(mesh.shape[axis] for axis in _tuple(spec[2]))
+    if length % parts or array.shape[2] % heads:
+        return array
+    place = jax.reshard if _is_explicit(mesh) else jax.lax.with_sharding_constraint
+    return place(array, NamedSharding(mesh, spec))
+
+
+def _is_explicit(mesh: Any) -> bool:
+    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def _spec_of(shape: tuple[int, ...], names: tuple[str, ...], split: Layout) -> P:

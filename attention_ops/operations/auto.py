@@ -33,6 +33,7 @@ class Auto(OperationImpl):
     """
 
     name = "auto"
+    over_sequence = ("ring", "gather")
 
     @classmethod
     def candidates(cls, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> tuple[str, ...]:

@@ -1,0 +1,107 @@
+"""Cases on eight devices: `python -m tests.mesh_cases dp=2,tp=2,sp=2 [--all]` prints one line per case, and exits with 1 if one failed.
+
+Each compares values and gradients with those of the same call without a mesh. Started with eight host devices by tests/test_mesh.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import attention_ops as ao
+
+OPERATIONS = ("vanilla", "sdpa", "flash", "blocksparse", "ring", "ulysses", "auto")
+SHAPES = {  # B, T, S, H, K
+    "mha": (8, 16, 16, 8, 8),
+    "gqa": (8, 16, 16, 16, 4),
+    "mqa": (8, 16, 16, 8, 1),
+    "odd_heads": (8, 16, 16, 6, 3),
+    "batch_1": (1, 16, 16, 8, 8),
+    "decode": (8, 1, 16, 8, 4),
+}
+OPTIONS = ("causal", "window", "segments", "bias", "sinks", "soft_cap")
+SHORT = {"vanilla": ("gqa",), "sdpa": (), "flash": ("odd_heads",), "auto": ("mha", "decode"), "ulysses": ("mha", "gqa", "mqa")}
+"""Shapes of the short run, per operation; the others run all. Its options are drawn, two for each case."""
+D = 8
+
+
+def options_of(names, shape, rng):
+    B, T, S, H, _ = shape
+    options = {}
+    for name in names:
+        match name:
+            case "causal":
+                options |= {"causal": True}
+            case "window":
+                options |= {"sliding_window": (5, 2)}
+            case "segments":
+                ids = jnp.asarray(np.repeat(np.arange(4), 4)[None].repeat(B, 0) + rng.integers(0, 2, (B, 1)))
+                options |= {"q_segment_ids": ids[:, S - T :], "kv_segment_ids": ids.at[0, 3].set(-1)}
+            case "bias":
+                options |= {"bias": jnp.asarray(rng.standard_normal((1, H, T, S)), jnp.float32)}
+            case "sinks":
+                options |= {"softmax_aux": jnp.asarray(rng.standard_normal(H), jnp.float32)}
+            case "soft_cap":
+                options |= {"logits_soft_cap": 3.0}
+    return options
+
+
+def differs(name, shape, names, metadata, rng):
+    """Return how the sharded call differs from the one without a mesh, or ''."""
+    B, T, S, H, K = shape
+    arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, T, H, D), (B, S, K, D), (B, S, K, D))]
+    options = options_of(names, shape, rng)
+    inputs = dict(zip(("query", "key", "value"), arrays, strict=True)) | {
+        key: options.pop(key) for key in ("bias", "softmax_aux") if key in options
+    }
+
+    def loss(inputs, metadata=None):
+        out = ao.attention(**inputs, impl=name, metadata=metadata, return_logsumexp=True, **options)
+        finite = jnp.where(out.logsumexp == -jnp.inf, 0.0, out.logsumexp)
+        return jnp.sum(jnp.sin(out.attention_outputs)) + jnp.sum(finite**2), out
+
+    run = jax.value_and_grad(loss, has_aux=True)
+    one = jax.jit(run)(inputs)
+    many = jax.jit(lambda inputs: run(inputs, metadata))(inputs)
+    found = [
+        f"{jax.tree_util.keystr(path)} by {np.max(np.abs(np.nan_to_num(a, neginf=-99) - np.nan_to_num(b, neginf=-99))):.2g}"
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(many), strict=True)
+        if not np.allclose(np.asarray(a), np.asarray(b), atol=3e-5, rtol=3e-5)
+    ]
+    return ", ".join(found)
+
+
+def cases(every):
+    for index, (name, shape) in enumerate(itertools.product(OPERATIONS, SHAPES)):
+        if every:
+            yield from ((name, shape, (option,)) for option in OPTIONS)
+        elif shape in SHORT.get(name, SHAPES):
+            yield name, shape, (OPTIONS[index % 6], OPTIONS[(index + 1 + index // 6 % 4) % 6])
+
+
+def main():
+    sizes = dict(part.split("=") for part in sys.argv[1].split(","))
+    mesh = jax.make_mesh(
+        tuple(int(n) for n in sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
+    failed = 0
+    for name, shape, names in cases("--all" in sys.argv):
+        rng = np.random.default_rng(zlib.crc32(f"{name}{shape}{names}".encode()))
+        try:
+            difference = differs(name, SHAPES[shape], names, ao.OperationMetadata(mesh=mesh, fallback="silent"), rng)
+        except Exception as error:
+            if "--raise" in sys.argv:
+                raise
+            difference = f"{type(error).__name__}: {error}"
+        failed += bool(difference)
+        print(f"{sys.argv[1]} {name} {shape} {'+'.join(names)}: {difference or 'equal'}", flush=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
