@@ -45,12 +45,17 @@ class FallbackWarning(UserWarning):
     """A named operation could not honour a request and another route runs instead."""
 
 
+_COMPARED = 100
+"""Characters of a name that are compared with others: the work grows with the square of the length."""
+
+
 def closest_first(name: str, names: Iterable[str]) -> list[str]:
     """Return `names` with those most like `name` in front."""
+    name = name[:_COMPARED]
     return sorted(names, key=lambda other: (-difflib.SequenceMatcher(None, name, other).ratio(), other))
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"`, or nothing when no name is near."""
-    near = difflib.get_close_matches(name, list(names), n=1)
+    near = difflib.get_close_matches(name[:_COMPARED], list(names), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

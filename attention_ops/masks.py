@@ -85,6 +85,9 @@ class HostArray:
     def __hash__(self) -> int:
         return hash((self._digest, self.array.shape))
 
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy cannot be written to either
+        return HostArray, (self.array,)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.array.shape

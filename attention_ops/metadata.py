@@ -81,6 +81,9 @@ class OperationMetadata:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:  # hashes of texts differ between processes
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     @classmethod
     def from_config(cls, config: Any) -> OperationMetadata:
         """Read the fields of the same names from a config: a mapping, or any object with those attributes."""

@@ -167,7 +167,10 @@ class OperationImpl:
 
     def __init__(self, metadata: OperationMetadata | None = None):
         if metadata is not None and not isinstance(metadata, OperationMetadata):
-            raise TypeError(f"metadata must be an OperationMetadata, found {type(metadata).__name__}")
+            found = type(metadata).__name__
+            raise TypeError(
+                f"metadata must be an OperationMetadata, found {found}; OperationMetadata.from_config reads a mapping"
+            )
         self.metadata = metadata or OperationMetadata()
 
     def __call__(self, query: Any, key: Any, value: Any, **options: Unpack[AttentionOptions]) -> AttentionOutput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 from attention_ops import registry, tuning, verdicts
@@ -81,6 +82,16 @@ class Plan:
             lines += [f"  {decision.route}: {reason}" for reason in decision.reasons]
         return "\n".join(lines)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the class of the operation, or its name where it cannot be imported: it must then be registered there too."""
+        state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return state if _can_be_imported(self.implementation) else state | {"implementation": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["implementation"] is None:
+            self.__dict__["implementation"] = registry.OperationRegistry.get(self.operation)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, ready for JSON."""
         return {
@@ -118,6 +129,10 @@ class Plan:
                 f"{self.estimate.temporary_bytes / 2**20:.3g} MiB of temporary memory"
             )
         return "\n".join([*lines, *(f"  note     {note}" for note in self.notes)])
+
+
+def _can_be_imported(cls: type) -> bool:
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
 def _table(plan: Plan) -> list[str]:
@@ -244,13 +259,25 @@ def _expand(
             names.append((name, "gather"))
             continue
         for way in operation.over_sequence:
-            names += [(found, way) for found in operation.candidates(local_spec(spec, metadata, way), metadata, device)]
+            names += [(found, way) for found in _candidates(operation, local_spec(spec, metadata, way), metadata, device)]
         if not operation.routes and not _is_chain(requested):
             names += [(found, "gather") for found in operation.fallback]
     if sequence_devices(metadata) == 1:  # then all ways are one
         ways = dict(reversed(names))
         names = [(name, ways[name]) for name, _ in names]
     return tuple(dict.fromkeys(names))
+
+
+def _candidates(
+    operation: type[OperationImpl], spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile
+) -> tuple[str, ...]:
+    found = operation.candidates(spec, metadata, device)
+    for name in found:
+        try:
+            registry.OperationRegistry.get(name.partition("/")[0])
+        except UnknownOperationError as error:
+            raise UnknownOperationError(f"{operation.name} falls back on {name!r}: {error}") from None
+    return found
 
 
 def _routes(name: str, backends: tuple[str, ...]) -> tuple[type[OperationImpl], list[Route]]:

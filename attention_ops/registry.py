@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
+import logging
 import pkgutil
 import re
+import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from attention_ops.device import DeviceProfile
@@ -20,12 +25,20 @@ if TYPE_CHECKING:
     from attention_ops.planner import Plan
 
 ENTRY_POINTS = "attention_ops.operations"
+SLOW = 10.0
+"""Seconds after which a plug-in that is still being loaded is named in the log."""
+MOST_NAMES = 50
+"""Most names that the error about an unknown one lists."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-]*")
 _Impl = TypeVar("_Impl", bound=type[OperationImpl])
 
 
 class _State:
-    """The registrations of this process. `generation` grows with each change, so that cached plans of before are not used."""
+    """The registrations of this process. `generation` grows with each change, so that cached plans of before are not used.
+
+    The lock is held while they are changed, and never while a module is imported: another thread may be importing that module,
+    and register from within.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -33,6 +46,7 @@ class _State:
         self.aliases: dict[str, str] = {}
         self.unavailable: dict[str, str] = {}
         self.generation = 0
+        self.has_builtin = False
         self.loaded = False
 
 
@@ -59,14 +73,14 @@ class OperationRegistry:
             TypeError, ValueError: the class is no OperationImpl, defines no forward, or has no usable name.
         """
         if operation is None:
-            return lambda cls: _add(_named(cls, name), override)
+            return lambda cls: _add(cls, override, name)
         return _add(operation, override)
 
     @staticmethod
     def unregister(name: str) -> None:
         """Forget an operation and its aliases."""
+        operation = OperationRegistry.get(name)
         with _state.lock:
-            operation = OperationRegistry.get(name)
             _free(operation.name)
             _state.generation += 1
 
@@ -77,9 +91,13 @@ class OperationRegistry:
         Raises:
             UnknownOperationError: there is none; the message lists the names, the closest first.
         """
-        if _find(name) is None:
-            _load()
+        if not isinstance(name, str):
+            raise UnknownOperationError(f"an operation is chosen by its name, found {type(name).__name__}")
         operation = _find(name)
+        if operation is None:
+            _load()
+            with _state.lock:  # without it, a name that is just being replaced may be missed
+                operation = _find(name)
         if operation is None:
             raise UnknownOperationError(_unknown(name))
         return operation
@@ -93,13 +111,15 @@ class OperationRegistry:
     def names() -> tuple[str, ...]:
         """Return the registered names, sorted, without aliases."""
         _load()
-        return tuple(sorted(_state.operations))
+        with _state.lock:
+            return tuple(sorted(_state.operations))
 
     @staticmethod
     def unavailable() -> dict[str, str]:
-        """Return the plug-ins that could not be imported, each with its error."""
+        """Return the plug-ins that could not be loaded, each with its error."""
         _load()
-        return dict(_state.unavailable)
+        with _state.lock:
+            return dict(_state.unavailable)
 
     @staticmethod
     def plan(name: str, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Plan:
@@ -120,9 +140,9 @@ def _find(name: str) -> type[OperationImpl] | None:
 
 def _named(cls: Any, name: str | None) -> Any:
     """Return the class under another name: a subclass, so that one class can be registered under several."""
-    if name is None or (isinstance(cls, type) and getattr(cls, "name", None) == name):
+    _check(cls, getattr(cls, "name", None) if name is None else name)
+    if name is None or cls.name == name:
         return cls
-    _check(cls, name)
     if not cls.__dict__.get("name"):
         cls.name = name
         cls.__init_subclass__()
@@ -139,27 +159,37 @@ def _check(cls: Any, name: Any) -> None:
         )
 
 
-def _add(operation: Any, override: bool) -> Any:
-    _check(operation, getattr(operation, "name", None))
-    if not operation.routes and operation.candidates.__func__ is OperationImpl.candidates.__func__:
-        raise TypeError(f"{operation.__name__} defines no forward; define at least forward_native(self, request)")
-    for alias in operation.aliases:
-        _check(operation, alias)
-    with _state.lock:
+def _add(cls: Any, override: bool, name: str | None = None) -> Any:
+    module = getattr(cls, "__module__", "")
+    if not (module.startswith(f"{_BUILTIN}.") and _is_being_imported(module)):
         _load_builtin()
-        for name in (operation.name, *operation.aliases):
-            holder = _find(name)
+    with _state.lock:
+        operation = _named(cls, name)
+        _check_names(operation)
+        for taken in (operation.name, *operation.aliases):
+            holder = _find(taken)
             if holder is not None and not override and not _same_class(holder, operation):
                 raise DuplicateOperationError(
-                    f"the name {name!r} is taken by {holder.__module__}.{holder.__qualname__}; "
+                    f"the name {taken!r} is taken by {holder.__module__}.{holder.__qualname__}; "
                     "choose another, or register(override=True) to replace it"
                 )
-        for name in (operation.name, *operation.aliases):
-            _free(name)
+        for taken in (operation.name, *operation.aliases):
+            _free(taken)
         _state.operations[operation.name] = operation
         _state.aliases.update(dict.fromkeys(operation.aliases, operation.name))
         _state.generation += 1
     return operation
+
+
+def _check_names(operation: type[OperationImpl]) -> None:
+    if not operation.routes and operation.candidates.__func__ is OperationImpl.candidates.__func__:  # type: ignore[attr-defined]
+        raise TypeError(f"{operation.__name__} defines no forward; define at least forward_native(self, request)")
+    for attribute in ("aliases", "fallback"):
+        names = getattr(operation, attribute)
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{operation.__name__}.{attribute} is {names!r}; allowed is a tuple of names, as in ('vanilla',)")
+    for alias in operation.aliases:
+        _check(operation, alias)
 
 
 def _same_class(a: type, b: type) -> bool:
@@ -170,45 +200,87 @@ def _same_class(a: type, b: type) -> bool:
 def _free(name: str) -> None:
     """Take a name from whoever has it; an operation that loses its name, rather than an alias, loses its aliases too."""
     _state.aliases.pop(name, None)
-    _state.operations.pop(name, None)
-    for alias in [alias for alias, target in _state.aliases.items() if target == name]:
-        del _state.aliases[alias]
+    operation = _state.operations.pop(name, None)
+    for alias in () if operation is None else operation.aliases:
+        if _state.aliases.get(alias) == name:
+            del _state.aliases[alias]
 
 
-def _unknown(name: Any) -> str:
-    if not isinstance(name, str):
-        return f"an operation is chosen by its name, found {type(name).__name__}"
-    known = [*_state.operations, *_state.aliases]
-    broken = "".join(f"; plug-in {plugin!r} is unavailable: {error}" for plugin, error in _state.unavailable.items())
-    return f"no operation is named {name!r}; known are {', '.join(closest_first(name, known))}{broken}"
+def _unknown(name: str) -> str:
+    with _state.lock:
+        names, unavailable = [*_state.operations, *_state.aliases], dict(_state.unavailable)
+    known = closest_first(name, names)
+    more = f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
+    broken = "".join(f"; plug-in {plugin!r} is unavailable: {error}" for plugin, error in unavailable.items())
+    return f"no operation is named {name!r:.80}; known are {', '.join(known[:MOST_NAMES])}{more}{broken}"
 
 
-_builtin_loading = False
+# ---------------------------------------------------------------- what is imported
+
+_BUILTIN = "attention_ops.operations"
 
 
 def _load_builtin() -> None:
-    global _builtin_loading
-    if _builtin_loading or _state.loaded:
+    """Import the operations of this package. Several threads may: each waits for what another is importing."""
+    if _state.has_builtin:
         return
-    _builtin_loading = True
-    package = importlib.import_module("attention_ops.operations")
+    package = importlib.import_module(_BUILTIN)
     for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+        importlib.import_module(f"{_BUILTIN}.{module.name}")
+    _state.has_builtin = True
 
 
 def _load() -> None:
     """Import the operations of this package and of the plug-ins, once."""
     if _state.loaded:
         return
-    with _state.lock:
-        if _state.loaded:
-            return
-        _load_builtin()
-        for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-            try:
-                loaded = entry.load()
-                if isinstance(loaded, type) and loaded.__dict__.get("name") not in _state.operations:
-                    _add(loaded, override=False)
-            except Exception as error:  # a plug-in may raise anything; it must not break the others
-                _state.unavailable[entry.name] = f"{type(error).__name__}: {error}"
-        _state.loaded = True
+    _load_builtin()
+    waiting = False
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if _is_being_imported(getattr(entry, "module", "")):  # and asks for operations from within: it is loaded the next time
+            waiting = True
+        else:
+            _load_plugin(entry)
+    _state.loaded = not waiting
+
+
+def _load_plugin(entry: importlib.metadata.EntryPoint) -> None:
+    """Load a plug-in; one that fails is listed."""
+    try:
+        with _named_when_slow(entry.name):
+            loaded = entry.load()
+        if isinstance(loaded, type):
+            if _state.operations.get(getattr(loaded, "name", "")) is not loaded:
+                _add(loaded, override=False)
+        elif not isinstance(loaded, ModuleType):
+            found = type(loaded).__name__
+            raise TypeError(
+                f"the entry point is of type {found}; allowed are an operation class, and a module that registers some"
+            )
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may raise anything, SystemExit included; it must not break the others
+        sentence = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
+        with _state.lock:
+            _state.unavailable[entry.name] = " ".join(sentence.split())
+    else:
+        with _state.lock:
+            _state.unavailable.pop(entry.name, None)
+
+
+def _is_being_imported(module: str) -> bool:
+    return getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False)
+
+
+@contextlib.contextmanager
+def _named_when_slow(plugin: str) -> Iterator[None]:
+    """Name a plug-in in the log if it is still being loaded after a while: it may hang."""
+    message = "the plug-in %r, an entry point of %s, has been loading for %g seconds"
+    logger = logging.getLogger("attention_ops")
+    timer = threading.Timer(SLOW, logger.warning, (message, plugin, ENTRY_POINTS, SLOW))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

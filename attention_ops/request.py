@@ -139,6 +139,9 @@ class RequestSpec:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:  # hashes of texts and of features differ between processes
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     @property
     def groups(self) -> int:
         """Query heads per key/value head."""
@@ -537,7 +540,7 @@ def _dropout(given: dict[str, Any]) -> tuple[float, Any]:
 
 
 def _random_key(key: Any) -> Any:
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    dtype, shape = getattr(key, "dtype", None), tuple(getattr(key, "shape", ()))
     is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
     if not is_new and not (dtype == np.uint32 and len(shape) == 1):
         found = type(key).__name__ if dtype is None else f"{dtype}{list(shape)}"

@@ -21,6 +21,10 @@ ENVIRONMENT = "ATTENTION_OPS_CACHE_DIR"
 """The folder of the files; without it, the user's data folder as the operating system has it."""
 
 
+MAX_BYTES = 10_000_000
+"""Largest file that is read."""
+
+
 def folder() -> pathlib.Path:
     """Return the folder, which need not exist yet."""
     if stated := os.environ.get(ENVIRONMENT):
@@ -39,10 +43,14 @@ def load(name: str) -> dict[str, Any]:
     """Return what was saved under `name`; an empty dict when nothing was, or, with a warning, when it cannot be read."""
     file = path(name)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        with open(file, "rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            return _unreadable(file, f"it has more than {MAX_BYTES} bytes")
+        found = json.loads(raw.decode("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:  # ValueError: neither JSON nor text
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither JSON nor text
         return _unreadable(file, f"{type(error).__name__}: {error}")
     return found if isinstance(found, dict) else _unreadable(file, f"it holds a {type(found).__name__}, expected an object")
 

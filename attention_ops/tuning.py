@@ -54,6 +54,9 @@ class Tuned:
     date: str
 
     def __post_init__(self) -> None:
+        for name in ("machine", "versions", "route", "request", "date"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; allowed is text")
         BlockSizes(self.q, self.kv)  # judges them
         if self.work not in get_args(Work):
             raise ValueError(f"work is {self.work!r}; allowed are {', '.join(get_args(Work))}")

@@ -135,6 +135,11 @@ def returning(s: Stage, result: Callable[[Any], Any], **options: Any) -> None:
     ao.attention(*QKV, impl="wrong", **options)
 
 
+def falling_back(s: Stage) -> None:
+    s.registry.register(type("NoLuck", (Plain,), {"name": "no_luck", "fallback": ("vanila",)}))
+    ao.plan("no_luck", *QKV)
+
+
 def narrow_softmax() -> None:
     with jax.enable_x64(True):
         ao.attention(*(x.astype("float64") for x in QKV), metadata=OperationMetadata(softmax_dtype="float32"))
@@ -675,6 +680,17 @@ ROWS = [
         "Empty defines no forward; define at least forward_native(self, request)",
     ),
     Row(
+        lambda s: s.registry.register(type("Letters", (Plain,), {"name": "letters", "aliases": "abc"})),
+        TypeError,
+        "Letters.aliases is 'abc'; allowed is a tuple of names, as in ('vanilla',)",
+    ),
+    Row(
+        lambda s: falling_back(s),
+        ao.UnknownOperationError,
+        "no_luck falls back on 'vanila': no operation is named 'vanila'; known are vanilla, xla, flash, cudnn_flash, splash, "
+        "no_luck, cuda_flash_attn2, flash_attn2, auto, sdpa, autoregressive_decodeattn, cudnn, blockwise, blocksparse",
+    ),
+    Row(
         lambda s: s.registry.register(name="flash")(Plain),
         ao.DuplicateOperationError,
         "the name 'flash' is taken by attention_ops.operations.flash.Flash; choose another, or "
@@ -689,7 +705,7 @@ ROWS = [
     Row(
         lambda s: ao.OperationRegistry.create("flash", {}),
         TypeError,
-        "metadata must be an OperationMetadata, found dict",
+        "metadata must be an OperationMetadata, found dict; OperationMetadata.from_config reads a mapping",
     ),
     Row(
         lambda s: ao.forward(supports={"causal"}),
@@ -978,6 +994,11 @@ ROWS = [
         lambda s: tuned(work="both"),
         ValueError,
         "work is 'both'; allowed are forward, gradient",
+    ),
+    Row(
+        lambda s: tuned(route=["flash"]),
+        TypeError,
+        "route is ['flash']; allowed is text",
     ),
     Row(
         lambda s: tuned(ratio=0.0),

@@ -24,7 +24,18 @@ def test_what_is_saved_comes_back(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("{", "JSONDecodeError"), ("[1]", "it holds a list"), (b"\xff\xfe", "UnicodeDecodeError")]
+    ("text", "why"),
+    [
+        ("{", "JSONDecodeError"),
+        ("", "JSONDecodeError"),
+        ("[1]", "it holds a list"),
+        (b"\xff\xfe", "UnicodeDecodeError"),
+        (b"\x00" * 64, "JSONDecodeError"),
+        ("[" * 100_000, "RecursionError"),
+        ('{"a": ' + "9" * 5000 + "}", "ValueError"),
+        (" " * 10_000_001, "it has more than 10000000 bytes"),
+    ],
+    ids=lambda text: str(text)[:20],
 )
 def test_a_file_that_is_no_object_is_ignored_with_a_warning_and_replaced(folder, text, why):
     folder.mkdir(parents=True)

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import attention_ops as ao
-from attention_ops import storage, tuning
+from attention_ops import storage, tiled, tuning
 from attention_ops.bench import tune
 from attention_ops.bench.tune import Trial, clear_winner
 from attention_ops.device import DeviceProfile
 from attention_ops.metadata import BlockSizes
-from attention_ops.operations import blocksparse
 from attention_ops.rules import Reason
 from attention_ops.selftest import reference
 
@@ -127,13 +126,13 @@ def test_a_plan_with_gradients_prefers_sizes_measured_with_them():
 
 
 def test_the_sizes_reach_the_kernel_and_the_result_is_right(qkv, monkeypatch):
-    given, kernel = [], blocksparse.blockwise_attention
+    given, kernel = [], tiled.blockwise_attention
 
     def spy(*args, block_q, block_kv, **options):
         given.append((block_q, block_kv))
         return kernel(*args, block_q=block_q, block_kv=block_kv, **options)
 
-    monkeypatch.setattr(blocksparse, "blockwise_attention", spy)
+    monkeypatch.setattr(tiled, "blockwise_attention", spy)
     q, k, v = qkv(T=56, S=56)
     keep_for(q, k, v, causal=True, q=16, kv=24)
     op = ao.OperationRegistry.create("blocksparse")
@@ -253,6 +252,7 @@ def test_a_truncated_file_is_a_warning_and_is_rebuilt(folder):
         ({"work": "both"}, "work is 'both'; allowed are forward, gradient"),
         ({"ratio": -1.0}, "ratio is -1.0; allowed is a number above 0"),
         ({"colour": 1}, "unexpected keyword argument 'colour'"),
+        ({"route": ["flash"]}, r"route is \['flash'\]; allowed is text"),
         (None, "must be a mapping"),
     ],
 )
@@ -338,14 +338,14 @@ RUN_TIME = {
 
 @pytest.mark.parametrize(("work", "options"), [("forward", RUN_TIME), ("gradient", {"causal": True})])
 def test_every_candidate_is_measured_and_a_failing_one_is_a_result(work, options, monkeypatch):
-    kernel, steps = blocksparse.blockwise_attention, []
+    kernel, steps = tiled.blockwise_attention, []
 
     def picky(*args, block_q, **rest):
         if block_q == 8:
             raise RuntimeError("no such tile\nand a long story")
         return kernel(*args, block_q=block_q, **rest)
 
-    monkeypatch.setattr(blocksparse, "blockwise_attention", picky)
+    monkeypatch.setattr(tiled, "blockwise_attention", picky)
     job = job_of(*shapes(T=32), work=work, **options)
     tried = tune.candidates(job.plan, (8, 16, 32), (16,))
     outcome = tune.measure(job, tried, 2, lambda: steps.append(1))
@@ -363,19 +363,19 @@ def test_a_default_that_fails_is_an_error(monkeypatch):
     def never(*args, **rest):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(blocksparse, "blockwise_attention", never)
+    monkeypatch.setattr(tiled, "blockwise_attention", never)
     with pytest.raises(tune.CannotTune, match="it fails with its default block sizes .RuntimeError: broken"):
         tune.measure(job_of(*shapes(T=16)), [BlockSizes(8, 8)], 1)
 
 
 def test_what_is_tuned_already_does_not_change_the_default(monkeypatch):
-    given, kernel = [], blocksparse.blockwise_attention
+    given, kernel = [], tiled.blockwise_attention
 
     def spy(*args, block_q, **rest):
         given.append(block_q)
         return kernel(*args, block_q=block_q, **rest)
 
-    monkeypatch.setattr(blocksparse, "blockwise_attention", spy)
+    monkeypatch.setattr(tiled, "blockwise_attention", spy)
     arrays = shapes(T=16, D=4)
     keep_for(*arrays, q=8)
     tune.measure(job_of(*arrays), [BlockSizes(16, 16)], 1)
