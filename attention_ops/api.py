@@ -159,7 +159,7 @@ def _plan(
     names: tuple[str, ...],
     source: str,
 ) -> Plan:
-    metadata = _for_here(metadata)
+    metadata, source = _for_here(metadata, source)
     request = make_request(query, key, value, options, metadata)
     profile = _device_of(request.query, metadata) if device is None else as_profile(device)
     return make_plan(names, request.spec, metadata, profile, source)
@@ -226,7 +226,7 @@ def _run(
     names: tuple[str, ...],
     source: str,
 ) -> AttentionOutput:
-    metadata = _for_here(metadata)
+    metadata, source = _for_here(metadata, source)
     request = make_request(query, key, value, options, metadata)
     chosen = make_plan(names, request.spec, metadata, _device_of(request.query, metadata), source)
     for plans in _records.get():
@@ -237,11 +237,13 @@ def _run(
     return _execute(_marked(request, executable.subject), executable)
 
 
-def _for_here(metadata: OperationMetadata) -> OperationMetadata:
+def _for_here(metadata: OperationMetadata, source: str) -> tuple[OperationMetadata, str]:
     """Return the metadata without the mesh inside a `jax.shard_map` over it: the arrays are one device's part already."""
     if metadata.mesh is None or not is_local(metadata.mesh):
-        return metadata
-    return dataclasses.replace(metadata, mesh=None)
+        return metadata, source
+    return dataclasses.replace(
+        metadata, mesh=None
+    ), f"{source}, inside a shard_map over the mesh: the arrays are one device's part"
 
 
 def _marked(request: AttentionRequest, subject: Subject) -> AttentionRequest:

@@ -168,10 +168,9 @@ def _refuse_ulysses(spec: RequestSpec, head_parts: int, n: int) -> tuple[str, ..
 def _way(spec: RequestSpec, way: str, n: int) -> tuple[str, tuple[str, ...]]:
     """Return the way over a sequence axis of n devices that can be gone, "" for none, and why a ring cannot."""
     in_parts = _obstacles(spec, n)
-    if way == "ring" and spec.T % n == 0 and spec.T > 0:
-        return way, tuple(f"a ring of {n} devices {obstacle}" for obstacle in in_parts)
     if spec.T % n == 0:
-        return "gather", ()
+        refusals = tuple(f"a ring of {n} devices {obstacle}" for obstacle in in_parts) if way == "ring" else ()
+        return ("gather" if refusals else way), refusals
     return ("", ()) if in_parts else ("merge", ())
 
 

@@ -247,8 +247,8 @@ ROWS = [
         lambda s: in_the_environment(s, "flsh"),
         ao.UnknownOperationError,
         "ATTENTION_OPS_IMPL=flsh: no operation is named 'flsh'; known are flash, splash, cudnn_flash, "
-        "flash_attn2, cuda_flash_attn2, blockwise, xla, blocksparse, sdpa, vanilla, autoregressive_decodeattn, "
-        "auto, cudnn",
+        "flash_attn2, cuda_flash_attn2, ulysses, blockwise, xla, blocksparse, sdpa, vanilla, "
+        "autoregressive_decodeattn, auto, cudnn, ring",
     ),
     Row(
         lambda s: returning(s, lambda r: r.query[:, :1]),
@@ -633,7 +633,7 @@ ROWS = [
         lambda s: OperationMetadata.from_config({"backed": "cpu"}),
         TypeError,
         "metadata has no field 'backed'. Did you mean 'backend'? Fields: backend, block_sizes, fallback, mesh, "
-        "operation_configs, partition_axis, runtime_dtype, softmax_dtype",
+        "on_indivisible, operation_configs, partition_axis, runtime_dtype, softmax_dtype",
     ),
     Row(
         lambda s: ao.DeviceProfile("x", "npu"),
@@ -657,7 +657,7 @@ ROWS = [
         lambda s: ao.OperationRegistry.get("flsh"),
         ao.UnknownOperationError,
         "no operation is named 'flsh'; known are flash, splash, cudnn_flash, flash_attn2, cuda_flash_attn2, "
-        "blockwise, xla, blocksparse, sdpa, vanilla, autoregressive_decodeattn, auto, cudnn",
+        "ulysses, blockwise, xla, blocksparse, sdpa, vanilla, autoregressive_decodeattn, auto, cudnn, ring",
     ),
     Row(
         lambda s: ao.OperationRegistry.get(3),
@@ -738,7 +738,7 @@ ROWS = [
     Row(
         lambda s: config(partition_axis={"heads": "tp"}),
         ao.ConfigError,
-        "config: partition_axis: found the key 'heads'. Did you mean 'head_axis'? Allowed: batch_axis, head_axis",
+        "config: partition_axis: found the key 'heads'. Did you mean 'head_axis'? Allowed: batch_axis, head_axis, sequence_axis",
     ),
     Row(
         lambda s: config(partition_axis={"head_axis": [1]}),
@@ -791,8 +791,8 @@ ROWS = [
         lambda s: load(s, YAML + "operation: flsh"),
         ao.ConfigError,
         "{folder}/x.yaml:8: operation: no operation is named 'flsh'; known are flash, splash, cudnn_flash, "
-        "flash_attn2, cuda_flash_attn2, blockwise, xla, blocksparse, sdpa, vanilla, autoregressive_decodeattn, "
-        "auto, cudnn",
+        "flash_attn2, cuda_flash_attn2, ulysses, blockwise, xla, blocksparse, sdpa, vanilla, "
+        "autoregressive_decodeattn, auto, cudnn, ring",
     ),
     Row(
         lambda s: load(s, ""),
@@ -1065,13 +1065,6 @@ ROWS = [
         "dropout_rate is 0.5 and dropout is active, so dropout_rng must be a jax.random key",
     ),
     Row(
-        lambda s: easydel.operation_name("ring"),
-        ao.UnknownOperationError,
-        "EasyDeL's 'ring' has no operation here: it splits the sequence over devices, which no operation here "
-        "does; a mesh in the metadata splits batch and heads. Known: auto, vanilla, sdpa, flash_attn2, blockwise, "
-        "blocksparse, splash, cudnn, cuda_flash_attn2, autoregressive_decodeattn",
-    ),
-    Row(
         lambda s: easydel.attention(*QKV, mode="train"),
         ValueError,
         "mode is 'train'; allowed are __train__, __prefill__, __autoregressive__ and None",
@@ -1253,7 +1246,7 @@ ROWS = [
         lambda s: cli("bench", "--op", "flsh"),
         Refused,
         "Invalid value for --op: no operation is named 'flsh'; known are flash, splash, cudnn_flash, flash_attn2, "
-        "cuda_flash_attn2, blockwise, xla, blocksparse, sdpa, vanilla, autoregressive_decodeattn, auto, cudnn. "
+        "cuda_flash_attn2, ulysses, blockwise, xla, blocksparse, sdpa, vanilla, autoregressive_decodeattn, auto, cudnn, ring. "
         "See attention-ops bench --help.",
     ),
     Row(

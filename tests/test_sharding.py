@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import attention_ops as ao
+from attention_ops import masks
 from attention_ops.sharding import layout
 
 ON_EIGHT_DEVICES = """
@@ -84,22 +88,121 @@ def test_an_abstract_mesh_can_be_planned():
 @pytest.mark.parametrize(
     ("sizes", "names", "axis", "match"),
     [
-        ((8,), ("dp",), None, "batch size 4 cannot be split over the mesh axes .'dp'. of 8 devices"),
-        ((3,), ("tp",), None, "query heads 4 cannot be split over the mesh axes .'tp'. of 3 devices"),
-        ((4,), ("tp",), None, "key/value heads 2 cannot be split over the mesh axes .'tp'. of 4 devices"),
+        ((8,), ("dp",), None, "batch size 4 cannot be split over the mesh axis 'dp' of 8 devices; use a size that 8 divides"),
+        ((3,), ("tp",), None, "query heads 4 cannot be split over the mesh axis 'tp' of 3 devices"),
+        ((4,), ("tp",), None, "key/value heads 2 cannot be split over the mesh axis 'tp' of 4 devices"),
+        ((3,), ("sp",), None, "query length 16 and key length 16 cannot be split over the mesh axis 'sp' of 3 devices"),
         ((2,), ("dp",), {"batch_axis": "data"}, "partition_axis.batch_axis names 'data'; the mesh has dp"),
-        ((2,), ("dp",), {"batch": "dp"}, "partition_axis has no key 'batch'; allowed are batch_axis, head_axis"),
+        ((2,), ("dp",), {"batch": "dp"}, "no key 'batch'; allowed are batch_axis, head_axis, sequence_axis"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_both_numbers(sizes, names, axis, match):
+def test_what_does_not_divide_is_refused_with_both_numbers_if_asked_for(sizes, names, axis, match):
+    metadata = dataclasses.replace(_metadata(sizes, names, axis), on_indivisible="error")
     with pytest.raises(ValueError, match=match):
-        ao.plan("flash", *SHAPES, metadata=_metadata(sizes, names, axis))
+        ao.plan("flash", *SHAPES, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "note", "local"),
+    [
+        (
+            (8,),
+            ("dp",),
+            "batch size 4 is not split over 'dp' of 8 devices, which does not divide it: replicated",
+            (4, 16, 16, 4, 2),
+        ),
+        ((2, 4), ("dp", "fsdp"), "batch size 4 is not split over 'fsdp' of 4 devices", (2, 16, 16, 4, 2)),
+        ((3,), ("tp",), "query heads 4 is not split over 'tp' of 3 devices", (4, 16, 16, 4, 2)),
+        ((4,), ("tp",), "key/value heads 2 is not split over 'tp' of 4 devices.*takes the heads it reads", (4, 16, 16, 1, 1)),
+        ((3,), ("sp",), "query length 16 and key length 16 is not split over 'sp' of 3 devices", (4, 16, 16, 4, 2)),
+    ],
+)
+def test_else_it_is_replicated_and_the_plan_says_so(sizes, names, note, local):
+    plan = ao.plan("flash", *SHAPES, metadata=_metadata(sizes, names))
+    assert any(re.search(note, found) for found in plan.notes), plan.notes
+    assert tuple(getattr(plan.spec, name) for name in "BTSHK") == local
+
+
+@pytest.mark.parametrize(
+    ("impl", "T", "options", "way", "local"),
+    [
+        ("flash", 16, {}, "gather", (4, 16)),
+        ("ring", 16, {}, "ring", (4, 4)),
+        ("auto", 16, {}, "ring", (4, 4)),
+        ("ring", 1, {}, "merge", (1, 4)),
+        ("vanilla", 1, {}, "merge", (1, 4)),
+        ("vanilla", 1, {"return_weights": True}, "", (1, 16)),
+        ("ulysses", 16, {}, "ulysses", (16, 16)),
+    ],
+)
+def test_the_way_over_a_sequence_axis(impl, T, options, way, local):
+    query = jax.ShapeDtypeStruct((4, T, 4, 8), jnp.float32)
+    plan = ao.plan(impl, query, *SHAPES[1:], metadata=_metadata((4,), ("sp",)), causal=True, **options)
+    (note,) = [note for note in plan.notes if note.startswith("the mesh splits")]
+    assert (f"({way}:" in note) if way else "sequence over" not in note
+    assert local == (plan.spec.T, plan.spec.S)
+    assert not plan.is_fallback
+
+
+def test_a_ring_that_cannot_go_round_is_refused_and_falls_back_with_a_warning():
+    x = jnp.ones((1, 16, 2, 8))
+    mask = ao.masks.Chunked(3) & ao.masks.Causal()
+    metadata = _metadata((4,), ("sp",))
+    plan = ao.plan("ring", x, x, x, metadata=metadata, mask=mask)
+    assert plan.is_fallback
+    assert "blocksparse/native: a ring of 4 devices would cut the mask's chunks of 3 keys into parts of 4" in plan.reasons
+    plan = ao.plan("ring", x, x, x, metadata=metadata, return_weights=True)
+    assert "cannot return the attention weights, which no device has" in plan.reasons
+    assert plan.route == "vanilla/native"
+    plan = ao.plan("ring", x, x[:, :6], x[:, :6], metadata=metadata)
+    assert "a ring of 4 devices needs a key length that 4 divides, found 6" in plan.reasons
+    plan = ao.plan("ulysses", x, x, x, metadata=metadata)
+    assert "ulysses needs query heads that 4 devices divide, found 2" in plan.reasons
+    assert not ao.plan("auto", x, x, x, metadata=metadata, mask=mask).is_fallback
+
+
+def test_on_one_device_ring_and_ulysses_are_blocksparse():
+    x = jnp.ones((1, 16, 2, 8))
+    for metadata in (ao.OperationMetadata(), _metadata((2,), ("dp",)), _metadata((1,), ("sp",))):
+        for name in ("ring", "ulysses"):
+            plan = ao.plan(name, x, x, x, metadata=metadata)
+            assert (plan.route, plan.is_fallback) == ("blocksparse/native", False)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.Causal(2),
+        masks.Causal(jnp.array([0, 3])) & masks.Window(4, 1, 1),
+        masks.PrefixLM(5, 0),
+        masks.PrefixLM(jnp.array([3, 9]), 0) | masks.Window(2, 2, 0),
+        masks.Chunked(4, 1) & ~masks.Causal(0),
+        masks.Segments(jnp.arange(12)[None] // 5, jnp.arange(16)[None] // 5),
+        masks.Lengths(jnp.array([7, 12]), jnp.array([9, 16])),
+        masks.Dense(np.random.default_rng(0).random((2, 1, 12, 16)) < 0.5),
+        masks.Dense(jnp.asarray(np.random.default_rng(1).random((1, 3, 1, 16)) < 0.5)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_cut_of_a_mask_is_that_part_of_it(mask, traced):
+    whole = np.broadcast_to(mask.dense(12, 16), (2, 3, 12, 16))
+    row, col = (jnp.int32(4), jnp.int32(8)) if traced else (4, 8)
+    part = np.broadcast_to(mask.cut(row, 4, col, 8).dense(4, 8), (2, 3, 4, 8))
+    np.testing.assert_array_equal(part, whole[:, :, 4:8, 8:16])
+
+
+def test_chunks_are_not_cut():
+    with pytest.raises(ValueError, match="chunks of 3 keys are cut by parts of 8 keys; allowed are parts of whole chunks"):
+        masks.Chunked(3, 0).cut(0, 4, jnp.int32(8), 8)
 
 
 def test_partition_axis_of_eformer_or_a_mapping():
     from eformer.escale import PartitionAxis
 
-    split = layout(_metadata((2, 2, 2), ("dp", "fsdp", "tp"), PartitionAxis()))
-    assert (set(split.batch), split.heads) == ({"dp", "fsdp"}, ("tp",))
-    split = layout(_metadata((2, 2), ("data", "model"), {"batch_axis": "data", "head_axis": ["model"]}))
-    assert (split.batch, split.heads) == (("data",), ("model",))
+    spec = ao.plan("flash", *SHAPES).spec
+    split = layout(spec, _metadata((2, 2, 2, 2), ("dp", "fsdp", "tp", "sp"), PartitionAxis()))
+    assert (set(split.batch), split.heads, split.sequence) == ({"dp", "fsdp"}, ("tp",), ("sp",))
+    axes = {"batch_axis": "data", "head_axis": ["model"], "sequence_axis": "context"}
+    split = layout(spec, _metadata((2, 2, 2), ("data", "model", "context"), axes))
+    assert (split.batch, split.heads, split.sequence) == (("data",), ("model",), ("context",))

@@ -28,6 +28,7 @@ OPERATION_OF = {
     "blockwise": "flash",
     "blocksparse": "blocksparse",
     "splash": "blocksparse",
+    "ring": "ring",
     "cudnn": "cudnn_flash",
     "cuda_flash_attn2": "cudnn_flash",
     DECODE: "blocksparse",
@@ -37,7 +38,6 @@ OPERATION_OF = {
 _PAGED = "it reads a paged cache, and every operation here takes key and value as arrays [B, S, K, D]; gather the pages first"
 _NOT_ATTENTION = "it is no softmax attention"
 REFUSED = {
-    "ring": "it splits the sequence over devices, which no operation here does; a mesh in the metadata splits batch and heads",
     **dict.fromkeys(
         (
             "page_attention",

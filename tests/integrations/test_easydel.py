@@ -72,14 +72,14 @@ def test_the_names_of_easydel():
 
 
 def test_a_registered_operation_wins_over_a_refusal(registry):
-    @registry.register(name="ring")
-    class Ring(ao.OperationImpl):
+    @registry.register(name="paged_flash_attention")
+    class Paged(ao.OperationImpl):
         @ao.forward(supports=ao.Feature.ALL)
         def forward_native(self, request):
             return request.query
 
     q, k, v = qkv()
-    np.testing.assert_array_equal(easydel.attention(q, k, v, attn_mechanism="ring").attention_outputs, q)
+    np.testing.assert_array_equal(easydel.attention(q, k, v, attn_mechanism="paged_flash_attention").attention_outputs, q)
 
 
 # ---------------------------------------------------------------- arguments, beside ejkernel

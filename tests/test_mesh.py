@@ -1,0 +1,130 @@
+"""Operations over a mesh of eight devices: the numbers of one device, and the collectives that docs/distributed.md states."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.mesh_cases import SHORT
+
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def on_eight_devices(*arguments, flags=""):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {flags}", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("mesh", SHORT)
+def test_values_and_gradients_are_those_of_one_device(mesh):
+    result = on_eight_devices("-m", "tests.mesh_cases", mesh, flags=QUICK)
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    assert len(lines) == sum(len(shapes) for shapes in SHORT[mesh].values())
+    assert all(line.endswith(": equal") for line in lines)
+
+
+COLLECTIVES = """
+import collections, json, math, re
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import attention_ops as ao
+
+mesh = jax.make_mesh((8,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+metadata = ao.OperationMetadata(mesh=mesh)
+T = 2048
+x = jax.ShapeDtypeStruct((1, T, 8, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "sp")))
+one = jax.ShapeDtypeStruct((1, 1, 8, 16), jnp.float32)
+found = {}
+for impl in ("ring", "ulysses", "flash"):
+    def forward(q, k, v, impl=impl):
+        return ao.attention(q, k, v, impl=impl, metadata=metadata, causal=True).attention_outputs
+    def gradient(*arrays):
+        return jax.grad(lambda *a: forward(*a).sum(), (0, 1, 2))(*arrays)
+    for name, function, query in (("forward", forward, x), ("gradient", gradient, x), ("decode", forward, one)):
+        compiled = jax.jit(function).lower(query, x, x).compile()
+        text = compiled.as_text()
+        names = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\\(", text)
+        shapes = re.findall(r"f32\\[([\\d,]+)\\]", text)
+        largest = max(math.prod(int(n) for n in shape.split(",")) for shape in shapes)
+        found[f"{impl} {name}"] = {"collectives": collections.Counter(names), "largest": largest}
+print(json.dumps(found))
+"""
+
+
+def test_the_collectives_are_the_documented_ones():
+    result = on_eight_devices("-c", COLLECTIVES, flags=QUICK)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout)
+    collectives = {key: set(value["collectives"]) for key, value in found.items()}
+    assert collectives == {
+        "ring forward": {"collective-permute"},
+        "ring gradient": {"collective-permute"},
+        "ring decode": {"all-gather", "all-reduce"},
+        "ulysses forward": {"all-to-all"},
+        "ulysses gradient": {"all-to-all"},
+        "ulysses decode": {"all-to-all"},
+        "flash forward": {"all-gather"},
+        "flash gradient": {"all-gather", "all-reduce"},
+        "flash decode": {"all-gather", "all-reduce"},
+    }
+    whole = 2048 * 8 * 16
+    for way, most in (("ring", whole // 4), ("ulysses", whole), ("flash", whole * 2)):
+        assert max(value["largest"] for key, value in found.items() if key.startswith(way)) <= most
+
+
+OTHER = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import attention_ops as ao
+
+q, k, v = (jax.random.normal(key, (2, 16, 4, 8)) for key in jax.random.split(jax.random.key(0), 3))
+one = ao.attention(q, k, v, impl="vanilla", causal=True).attention_outputs
+
+def check(out, what):
+    np.testing.assert_allclose(np.asarray(out), np.asarray(one), atol=2e-5, err_msg=what)
+
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(kind,) * 2)
+    metadata = ao.OperationMetadata(mesh=mesh)
+    with jax.set_mesh(mesh):
+        for impl in ("ring", "ulysses", "flash"):
+            placed = [jax.device_put(x, NamedSharding(mesh, P("dp", "sp"))) for x in (q, k, v)]
+            call = lambda *a: ao.attention(*a, impl=impl, causal=True, metadata=metadata).attention_outputs
+            check(jax.jit(call)(*placed), f"{kind} {impl} under jit")
+            check(jax.jit(jax.checkpoint(call))(*placed), f"{kind} {impl} under remat")
+            check(jax.lax.scan(lambda c, _: (c, call(*placed)), 0, jnp.arange(2))[1][1], f"{kind} {impl} in a scan")
+
+mesh = jax.make_mesh((8,), ("sp",), axis_types=(AxisType.Auto,))
+metadata = ao.OperationMetadata(mesh=mesh)
+with ao.record_plans() as plans:
+    local = jax.shard_map(
+        lambda q, k, v: ao.attention(q, k, v, impl="ring", metadata=metadata).attention_outputs,
+        mesh=mesh, in_specs=(P(None, None, None),) * 3, out_specs=P(), check_vma=False,
+    )
+    out = jax.jit(local)(q, k, v)
+np.testing.assert_allclose(np.asarray(out), np.asarray(ao.attention(q, k, v, impl="vanilla").attention_outputs), atol=2e-5)
+assert plans[0].spec.T == 16 and any("inside a shard_map" in note for note in plans[0].notes), plans[0]
+
+x = jnp.ones((1, 64, 2, 8))
+dropped = ao.attention(x, x, x, impl="vanilla", metadata=metadata, dropout_prob=0.5, deterministic=False,
+                       dropout_rng=jax.random.key(0)).attention_outputs
+rows = np.asarray(dropped[0]).reshape(8, -1)
+assert len({row.tobytes() for row in rows}) == 8, "the parts of the sequence drew the same dropout"
+print("equal")
+"""
+
+
+def test_axis_types_outer_transforms_and_an_outer_shard_map():
+    result = on_eight_devices("-c", OTHER, flags=QUICK)
+    assert result.stdout.strip() == "equal", result.stderr[-3000:]
