@@ -282,6 +282,50 @@ def _axis_names(leaf: Mask, array: Any) -> tuple[str, ...]:
     return ("batch",)[: array.ndim]
 
 
+def array_specs(spec: RequestSpec, split: Layout) -> dict[str, tuple[tuple[int, ...], P]]:
+    """Return the whole shape and the `PartitionSpec` of query, key, value and output while they are attended."""
+    batch, heads = _name(split.batch), _name(split.heads)
+    queries = P(batch, _name(split.query_axes), heads, None)
+    keys = P(batch, _name(split.key_axes), heads if split.has_own_keys else None, None)
+    return {
+        "query": ((spec.B, spec.T, spec.H, spec.D), queries),
+        "key": ((spec.B, spec.S, spec.K, spec.D), keys),
+        "value": ((spec.B, spec.S, spec.K, spec.Dv), keys),
+        "output": ((spec.B, spec.T, spec.H, spec.Dv), queries),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """What each device receives from others in the forward, beside moving inputs that lie elsewhere: bytes, in how many steps."""
+
+    what: str
+    bytes: int
+    steps: int
+
+
+def transfers(spec: RequestSpec, split: Layout) -> tuple[Transfer, ...]:
+    """Return the communication over the sequence axes, for inputs and outputs that lie in parts of the sequence."""
+    n, item = split.sequence_parts, spec.dtype.itemsize
+    B, H, K = spec.B // split.batch_parts, spec.H, spec.K
+    heads = split.head_parts if split.way != "ulysses" else split.head_parts // n
+    H, K = H // heads, K // heads if split.has_own_keys else K
+    keys = B * spec.S * K * (spec.D + spec.Dv) * item // n
+    if split.way == "gather":
+        return (Transfer("keys and values, gathered", keys * (n - 1), 1),)
+    if split.way == "ring":
+        return (Transfer("keys and values, one part a hop", keys * (n - 1), n - 1),)
+    if split.way == "merge":
+        rows, statistic = B * spec.T * H, spec.softmax_dtype.itemsize
+        summed = Transfer("outputs, summed", 2 * rows * spec.Dv * statistic * (n - 1) // n, 1)
+        return Transfer("logsumexp, gathered", rows * statistic * (n - 1), 1), summed
+    if split.way == "ulysses":
+        moved = B * spec.T * H * (spec.D + spec.Dv) * item // n * (n - 1) // n
+        keys = keys * (n - 1) // n if split.has_own_keys else keys * (n - 1)
+        return Transfer("queries and outputs, heads for sequence", moved, 2), Transfer("keys and values", keys, 1)
+    return ()
+
+
 # ---------------------------------------------------------------- running
 
 
@@ -297,8 +341,7 @@ def run_sharded(
 
     mask = None if request.mask is None else _shardable(request.mask)
     batch, heads = _name(split.batch), _name(split.heads)
-    queries = P(batch, _name(split.query_axes), heads, None)
-    keys = P(batch, _name(split.key_axes), heads if split.has_own_keys else None, None)
+    (_, queries), (_, keys), *_ = array_specs(spec, split).values()
     arrays = (request.query, request.key, request.value, mask, request.bias, request.sinks, request.dropout_key)
     in_specs = (
         queries,

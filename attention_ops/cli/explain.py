@@ -21,6 +21,7 @@ from attention_ops.cli.lazy import Refused, refusals
 @parameters.kv_option
 @parameters.dtype_option
 @parameters.device_option
+@parameters.mesh_option
 @parameters.settings_option
 @click.option("--backend", type=click.Choice(parameters.BACKENDS), help="The forwards to look for.  [default: the device's]")
 @click.option("--all", "every", is_flag=True, help="Every operation, side by side.")
@@ -35,6 +36,7 @@ def explain(name: str | None, every: bool, as_json: bool, device: str | None, **
     \b
     attention-ops explain cudnn_flash --shape 1,4096,8,256 --kv 4096,4 --set causal=true --device a100
     attention-ops explain --config configs/gemma2_2b.yaml --layer local --device tpu-v5e
+    attention-ops explain ring --shape 8,4096,16,128 --mesh dp=2,tp=4,sp=2
 
     Exit code 0: there is a route. 1: there is none. 2: the request is wrong.
     """

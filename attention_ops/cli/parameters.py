@@ -82,6 +82,28 @@ device_option = click.option(
     shell_complete=_completing(device_names),
     help="A device that need not be here: a100, h100, tpu-v5e, ...  [default: the one here]",
 )
+
+
+class MeshAxes(click.ParamType):
+    """`dp=2,tp=4`: the axes of a device mesh, which need not be here."""
+
+    name = "AXIS=N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        sizes: dict[str, int] = {}
+        for part in value.split(","):
+            axis, _, size = (text.strip() for text in part.partition("="))
+            if not axis.isidentifier() or not size.isdecimal() or int(size) < 1 or axis in sizes:
+                self.fail(f"found {part!r}; allowed are axes of the mesh, each once, with their sizes, as in dp=2,tp=4,sp=2")
+            sizes[axis] = int(size)
+        return tuple(sizes.items())
+
+
+mesh_option = click.option(
+    "--mesh",
+    type=MeshAxes(),
+    help="A mesh of devices that need not be here; dp and fsdp split the batch, tp heads, sp the sequence.",
+)
 config_option = click.option(
     "--config", "config_file", metavar="FILE", type=click.Path(), help="A model config in YAML, as in configs/."
 )

@@ -24,6 +24,8 @@ def one_by_one(answers: Sequence[Answer]) -> None:
         after |= {"note" if not index else " " * index: note for index, note in enumerate(answer.notes())}
         parts: list[RenderableType] = [styled(answer.headline, f"bold {RUNS if answer.runs else NO}"), "", facts(answer.facts())]
         parts += ["", _verdicts(answer.decisions, answer.plan.route if answer.plan else None)]
+        if answer.split is not None:
+            parts += ["", _placements(answer), *(["", _transfers(answer)] if answer.transfers() else [])]
         emit(*([""] if number else []), *parts, *(["", facts(after)] if after else []))
 
 
@@ -38,6 +40,21 @@ def _verdicts(decisions: Sequence[Decision], chosen: str | None) -> Table:
         for index, reason in enumerate(decision.reasons):
             head = (decision.route, styled("no", NO)) if not index else ("", "")
             rows.add_row(*(*head, reason.text, reason.remedy)[:width])
+    return rows
+
+
+def _placements(answer: Answer) -> Table:
+    rows = table("array", "shape", "spec", "on each device")
+    for found in answer.placements():
+        rows.add_row(found["array"], str(found["shape"]), found["spec"], str(found["local"]))
+    return rows
+
+
+def _transfers(answer: Answer) -> Table:
+    rows = table("each device receives", "bytes", "steps", "a step")
+    for found in answer.transfers():
+        size, steps = found["bytes"], found["steps"]
+        rows.add_row(found["what"], bytes_text(size), str(steps), bytes_text(size // steps))
     return rows
 
 

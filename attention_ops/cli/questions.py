@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from attention_ops import api
+from attention_ops import api, sharding
 from attention_ops.cli import saying
 from attention_ops.cli.lazy import Refused, refusals
 from attention_ops.cli.parameters import layers_of
@@ -34,6 +34,12 @@ class Question:
     source: str = "default"
     layer: str | int | None = None
 
+    def on_mesh(self, axes: tuple[tuple[str, int], ...]) -> Question:
+        """Return the question for a mesh of these axes, of devices that need not be here."""
+        names, sizes = zip(*axes, strict=True)
+        mesh = jax.sharding.AbstractMesh(sizes, names)
+        return dataclasses.replace(self, metadata=dataclasses.replace(self.metadata, mesh=mesh))
+
     def ask(self, names: tuple[str, ...] | None, device: DeviceProfile) -> Answer:
         """Plan it. Names given win over all else, as those of a call do."""
         spec = make_request(*self.arrays, self.options, self.metadata).spec
@@ -49,7 +55,8 @@ class Question:
             return Answer(
                 names or self.default, device, spec, self, None, str(error).splitlines()[0].rstrip(":"), error.decisions
             )
-        return Answer(plan.requested, device, plan.spec, self, plan, _headline(plan), plan.decisions)
+        split = None if self.metadata.mesh is None else sharding.layout(spec, self.metadata, plan.way)
+        return Answer(plan.requested, device, plan.spec, self, plan, _headline(plan), plan.decisions, spec, split)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +70,25 @@ class Answer:
     plan: Plan | None
     headline: str
     decisions: tuple[Decision, ...]
+    whole: RequestSpec | None = None
+    split: sharding.Layout | None = None
+
+    def placements(self) -> list[dict[str, Any]]:
+        """Return where the arrays lie on the mesh: each with its `PartitionSpec` and the shape of one device's part."""
+        if self.whole is None or self.split is None:
+            return []
+        mesh = self.question.metadata.mesh
+        found = []
+        for name, (shape, spec) in sharding.array_specs(self.whole, self.split).items():
+            local = jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)
+            found.append({"array": name, "shape": list(shape), "spec": str(spec), "local": list(local)})
+        return found
+
+    def transfers(self) -> list[dict[str, Any]]:
+        """Return what every device receives over the sequence axes."""
+        if self.whole is None or self.split is None:
+            return []
+        return [dataclasses.asdict(transfer) for transfer in sharding.transfers(self.whole, self.split)]
 
     @property
     def runs(self) -> bool:
@@ -108,6 +134,7 @@ class Answer:
                 for d in self.decisions
             ],
             "notes": list(self.notes()),
+            "mesh": {"arrays": self.placements(), "transfers": self.transfers()},
         }
 
 
@@ -137,8 +164,11 @@ def of_said(said: Mapping[str, Any]) -> list[Question]:
     common = {"settings": said["settings"], "dtype": said["dtype"], "backend": said.get("backend")}
     with refusals():
         if shape is not None:
-            return [of_shape(shape, said["kv"], **common)]
-        return of_config(config, said["layer"], said["batch"], said["length"], **common)
+            asked = [of_shape(shape, said["kv"], **common)]
+        else:
+            asked = of_config(config, said["layer"], said["batch"], said["length"], **common)
+    axes = said.get("mesh")
+    return asked if axes is None else [question.on_mesh(axes) for question in asked]
 
 
 def of_shape(

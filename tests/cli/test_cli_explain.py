@@ -264,3 +264,42 @@ def test_a_pipe_gets_each_row_on_one_line_whatever_its_encoding(monkeypatch):
     rows.add_row("flash/native", "word " * 100)
     emit(rows)
     assert ("word " * 100).strip() in raw.getvalue().decode("ascii")
+
+
+# ---------------------------------------------------------------- a mesh
+
+
+def test_a_mesh_shows_local_shapes_specs_and_what_moves(cli):
+    said = ("explain", "ring", "--shape", "8,4096,16,128", "--kv", "4096,8", "--set", "causal", "--mesh", "dp=2,tp=4,sp=2")
+    lines = [re.split(r"  +", line.strip()) for line in cli(*said).stdout.splitlines()]
+    assert ["query", "[8, 4096, 16, 128]", "P('dp', 'sp', 'tp', None)", "[4, 2048, 4, 128]"] in lines
+    assert ["key", "[8, 4096, 8, 128]", "P('dp', 'sp', 'tp', None)", "[4, 2048, 2, 128]"] in lines
+    assert ["keys and values, one part a hop", "8 MiB", "1", "8 MiB"] in lines
+    mesh = only(cli(*said, "--json"))["mesh"]
+    assert mesh["transfers"] == [{"what": "keys and values, one part a hop", "bytes": 4 * 2048 * 2 * 256 * 2, "steps": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "bytes_and_steps"),
+    [
+        ("flash", 64, [(2 * 48 * 4 * 32 * 4, 1)]),
+        ("ring", 64, [(2 * 48 * 4 * 32 * 4, 3)]),
+        ("ulysses", 64, [(2 * 16 * 4 * 32 * 4 * 3 // 4, 2), (2 * 16 * 4 * 32 * 4 * 3 // 4, 1)]),
+        ("flash", 1, [(2 * 4 * 4 * 3, 1), (2 * 2 * 4 * 16 * 4 * 3 // 4, 1)]),
+    ],
+)
+def test_what_each_device_receives(cli, name, length, bytes_and_steps):
+    said = ("explain", name, "--shape", f"2,{length},4,16", "--kv", "64,4", "--dtype", "float32", "--mesh", "sp=4", "--json")
+    found = only(cli(*said))["mesh"]["transfers"]
+    assert [(transfer["bytes"], transfer["steps"]) for transfer in found] == bytes_and_steps
+
+
+def test_what_does_not_divide_is_a_note(cli):
+    text = cli("explain", "flash", "--shape", "1,64,6,16", "--mesh", "dp=8,tp=4").stdout
+    assert "batch size 1 is not split over 'dp' of 8 devices, which does not divide it: replicated" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("mesh", ["dp", "dp=0", "dp=2,dp=2", "2=dp", "dp=two"])
+def test_a_mesh_that_is_none(cli, mesh):
+    result = cli("explain", "flash", "--shape", "1,64,8,16", "--mesh", mesh, code=2)
+    assert "allowed are axes of the mesh, each once, with their sizes, as in dp=2,tp=4,sp=2" in " ".join(result.output.split())
