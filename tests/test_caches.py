@@ -7,6 +7,7 @@ import gc
 import pathlib
 
 import jax
+import pytest
 
 import attention_ops as ao
 from attention_ops import api
@@ -59,6 +60,7 @@ def test_ten_thousand_plans_keep_no_more_objects_than_six_thousand():
     assert counts[1] <= counts[0] + 100
 
 
+@pytest.mark.filterwarnings("ignore::attention_ops.FallbackWarning")
 def test_the_memory_of_reported_fallbacks_is_bounded(monkeypatch):
     monkeypatch.setattr(api, "_REPORTED_AT_MOST", 20)
     x = jax.ShapeDtypeStruct((1, 8, 1, 8), "float32")
