@@ -95,9 +95,8 @@ def _weighted_sum(weights: Float[Array, "B K G T S"], value: Float[Array, "B S K
 
 def _softmax(logits: Float[Array, "B H T S"]) -> tuple[Array, Array, Array, Array]:
     """Return the softmax over the last axis, 0 for a row of -inf; and [B, H, T]: logsumexp, highest logit, sum relative to it."""
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    highest = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
-    unnormalised = jnp.exp(logits - highest)
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    unnormalised = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0, highest))
     total = jnp.sum(unnormalised, axis=-1, keepdims=True)
     empty = total == 0
     safe = jnp.where(empty, 1, total)

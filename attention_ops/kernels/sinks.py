@@ -16,13 +16,14 @@ def shares(
     """Return the parts of the softmax of the keys and of each sink, where the exponentials of the keys sum to total * e**anchor.
 
     With the highest logit as anchor both are off by a rounding or two; with the logsumexp, and a total of 1, by what the
-    logsumexp was rounded. The keys of a row with no allowed key have none: its anchor is -inf, or its total 0.
+    logsumexp was rounded. The keys of a row with no allowed key have none: its anchor is -inf.
     """
     sinks = sinks.astype(anchor.dtype)[None, None]
     highest = jax.lax.stop_gradient(jnp.maximum(anchor, jnp.max(sinks, axis=-1)))
     highest = jnp.where(highest == -jnp.inf, 0, highest)
     of_keys, of_sinks = total * jnp.exp(anchor - highest), jnp.exp(sinks - highest[..., None])
     whole = of_keys + jnp.sum(of_sinks, axis=-1)
+    whole = jnp.where(whole == 0, 1, whole)
     return of_keys / whole, of_sinks / whole[..., None]
 
 
