@@ -234,21 +234,20 @@ def _run(
     if chosen.is_fallback:
         _report(chosen, metadata)
     executable = _executable(chosen.implementation, chosen.route, metadata, chosen.block_sizes, chosen.way)
-    return _execute(_marked(request, executable.subject), executable)
+    return _execute(_marked(request, executable), executable)
 
 
 def _for_here(metadata: OperationMetadata, source: str) -> tuple[OperationMetadata, str]:
     """Return the metadata without the mesh inside a `jax.shard_map` over it: the arrays are one device's part already."""
     if metadata.mesh is None or not is_local(metadata.mesh):
         return metadata, source
-    return dataclasses.replace(
-        metadata, mesh=None
-    ), f"{source}, inside a shard_map over the mesh: the arrays are one device's part"
+    source = f"{source}, inside a shard_map over the mesh: the arrays are one device's part"
+    return dataclasses.replace(metadata, mesh=None), source
 
 
-def _marked(request: AttentionRequest, subject: Subject) -> AttentionRequest:
+def _marked(request: AttentionRequest, executable: _Executable) -> AttentionRequest:
     """Return the request, such that a derivative which the route has not is an error that says so."""
-    if subject.derivatives is Derivatives.ANY or not _is_traced(request):
+    if not _is_traced(request) or (subject := executable.subject(request.spec.dtype)).derivatives is Derivatives.ANY:
         return request
     arrays = {name: getattr(request, name) for name in _DIFFERENTIABLE if getattr(request, name) is not None}
     refuse_forward_mode(arrays.values(), subject)
@@ -279,9 +278,8 @@ class _Executable:
     def backend(self) -> str:
         return self.route.rpartition("/")[2]
 
-    @functools.cached_property
-    def subject(self) -> Subject:
-        return Subject(self.route, self.implementation.routes[self.backend].declaration.derivatives)
+    def subject(self, dtype: Any) -> Subject:
+        return Subject(self.route, self.implementation.routes[self.backend].declaration.derivatives_of(dtype))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -319,7 +317,7 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
 
     inputs = tuple(getattr(request, name) for name in _DIFFERENTIABLE)
     others = request.mask, request.dropout_key
-    if executable.subject.derivatives is not Derivatives.ANY:
+    if executable.subject(spec.dtype).derivatives is not Derivatives.ANY:
         return with_named_residuals(run, inputs, others)
     output = run(inputs, others)
     return dataclasses.replace(output, attention_outputs=checkpoint_name(output.attention_outputs, OUTPUT_NAME))

@@ -76,8 +76,10 @@ _marker = Primitive("attention_ops_marker")
 _marker.multiple_results = True
 
 
-def _mark(arrays: Iterable[Any], stage: _Stage, subject: Subject) -> list[Any]:
-    return _marker.bind(*arrays, stage=stage, subject=subject)
+def _mark(arrays: Iterable[Any], stage: _Stage, subject: Subject, beside: Iterable[Any] = ()) -> list[Any]:
+    """Bind the marker: it returns `arrays`, and `beside` only tells whether what they depend on is differentiated."""
+    arrays = list(arrays)
+    return _marker.bind(*arrays, *beside, count=len(arrays), stage=stage, subject=subject)
 
 
 def marked(arrays: Mapping[str, Any], subject: Subject) -> dict[str, Any]:
@@ -85,40 +87,48 @@ def marked(arrays: Mapping[str, Any], subject: Subject) -> dict[str, Any]:
     return dict(zip(arrays, _mark(arrays.values(), _Stage.INPUT, subject), strict=True))
 
 
-def _evaluated(*arrays: Any, stage: _Stage, subject: Subject) -> list[Any]:
+def _evaluated(*arrays: Any, count: int, stage: _Stage, subject: Subject) -> list[Any]:
     if stage is _Stage.TANGENT:  # in reverse mode it is transposed, and neither evaluated nor batched
         raise subject.no_forward_mode()
-    return list(arrays)
+    return list(arrays[:count])
 
 
-def _jvp(primals: Any, tangents: Any, *, stage: _Stage, subject: Subject) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Any, tangents: Any, *, count: int, stage: _Stage, subject: Subject) -> tuple[list[Any], list[Any]]:
+    if stage is _Stage.TANGENT:
+        raise subject.no_forward_mode()
     is_second = stage is _Stage.GRADIENT or any(hasattr(_unbatched(array), "tangent") for array in primals)
     if is_second and subject.derivatives is Derivatives.GRADIENT:
         raise subject.no_second()
-    of_tangent = {_Stage.INPUT: _Stage.TANGENT, _Stage.GRADIENT: _Stage.TANGENT_OF_GRADIENT}.get(stage, stage)
-    moved = iter(_mark([x for x in tangents if not isinstance(x, ad.Zero)], of_tangent, subject))
-    # Inputs are handed on as they are: as residuals they are then known to be inputs, and not kept twice.
-    primals = list(primals) if stage is _Stage.INPUT else _mark(primals, stage, subject)
-    return primals, [x if isinstance(x, ad.Zero) else next(moved) for x in tangents]
+    moving = [x for x in tangents[:count] if not isinstance(x, ad.Zero)]
+    if stage is _Stage.INPUT:
+        # The inputs are handed on as they are: as residuals they are then known to be inputs, and not kept twice.
+        found, moved = list(primals), _mark(moving, _Stage.TANGENT, subject, beside=primals)
+    else:
+        found = _mark(primals[:count], stage, subject, beside=primals[count:])
+        moved = _mark(moving, _Stage.TANGENT_OF_GRADIENT, subject)
+    rest = iter(moved)
+    return found, [x if isinstance(x, ad.Zero) else next(rest) for x in tangents[:count]]
 
 
-def _transpose(cotangents: Any, *_: Any, stage: _Stage, subject: Subject) -> list[Any]:
+def _transpose(cotangents: Any, *operands: Any, count: int, stage: _Stage, subject: Subject) -> list[Any]:
     if stage is _Stage.TANGENT_OF_GRADIENT:
         raise subject.no_reverse_over_reverse()
-    found = iter(_mark([x for x in cotangents if not isinstance(x, ad.Zero)], _Stage.GRADIENT, subject))
-    return [x if isinstance(x, ad.Zero) else next(found) for x in cotangents]
+    known, nonzero = operands[count:], [x for x in cotangents if not isinstance(x, ad.Zero)]
+    found = iter(_mark(nonzero, _Stage.GRADIENT, subject, beside=known))
+    return [x if isinstance(x, ad.Zero) else next(found) for x in cotangents] + [None] * len(known)
 
 
-def _batched(arrays: Any, axes: Any, *, stage: _Stage, subject: Subject) -> tuple[list[Any], Any]:
-    return _mark(_evaluated(*arrays, stage=stage, subject=subject), stage, subject), axes
+def _batched(arrays: Any, axes: Any, **parameters: Any) -> tuple[list[Any], Any]:
+    _evaluated(*arrays, **parameters)
+    return _marker.bind(*arrays, **parameters), axes[: parameters["count"]]
 
 
-def _lowered(_: Any, *arrays: Any, stage: _Stage, subject: Subject) -> list[Any]:
-    return _evaluated(*arrays, stage=stage, subject=subject)
+def _lowered(_: Any, *arrays: Any, **parameters: Any) -> list[Any]:
+    return _evaluated(*arrays, **parameters)
 
 
 _marker.def_impl(_evaluated)
-_marker.def_abstract_eval(lambda *arrays, **_: list(arrays))
+_marker.def_abstract_eval(lambda *arrays, count, **_: list(arrays[:count]))
 ad.primitive_jvps[_marker] = _jvp
 ad.primitive_transposes[_marker] = _transpose
 batching.primitive_batchers[_marker] = _batched

@@ -85,6 +85,9 @@ class HostArray:
     def __hash__(self) -> int:
         return hash((self._digest, self.array.shape))
 
+    def __repr__(self) -> str:
+        return f"HostArray({list(self.array.shape)}, {self._digest.hex()[:8]})"
+
     def __reduce__(self) -> tuple[Any, ...]:  # a copy cannot be written to either
         return HostArray, (self.array,)
 

@@ -26,7 +26,7 @@ class Declaration:
     `because` says of some features why they are not supported, for refusals to repeat.
 
     `derivatives`: which it has, if it supports gradients. One with a custom backward, which most kernels have, has gradients
-    only; one in plain JAX operations has `Derivatives.ANY`.
+    only; one in plain JAX operations has `Derivatives.ANY`. A mapping states them by dtype; a dtype not in it has gradients.
 
     `block_sizes`: the forward takes its tiles from `metadata.block_sizes`, so they can be tuned.
 
@@ -36,11 +36,16 @@ class Declaration:
 
     supports: frozenset[Feature] = frozenset()
     rules: tuple[Rule, ...] = ()
-    derivatives: Derivatives = Derivatives.GRADIENT
+    derivatives: Derivatives | Mapping[str, Derivatives] = dataclasses.field(default=Derivatives.GRADIENT, hash=False)
     block_sizes: bool = False
     interpretable: bool = False
     lowers_to: str = ""
     because: Mapping[Feature, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    def derivatives_of(self, dtype: Any) -> Derivatives:
+        """Return the derivatives for inputs of a dtype."""
+        found = self.derivatives
+        return found if isinstance(found, Derivatives) else found.get(str(dtype), Derivatives.GRADIENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +101,7 @@ def forward(
     *,
     supports: Iterable[Feature] = (),
     rules: Sequence[Rule] = (),
-    derivatives: Derivatives = Derivatives.GRADIENT,
+    derivatives: Derivatives | Mapping[str, Derivatives] = Derivatives.GRADIENT,
     block_sizes: bool = False,
     interpretable: bool = False,
     lowers_to: str = "",
@@ -113,8 +118,9 @@ def forward(
     for rule in rules:
         if not isinstance(rule, Rule) or isinstance(rule, type):
             raise TypeError(f"rules holds {rule!r}; allowed are instances with check(spec, metadata, device) and describe()")
-    if not isinstance(derivatives, Derivatives):
-        raise TypeError(f"derivatives is {derivatives!r}; allowed are members of Derivatives")
+    for found in derivatives.values() if isinstance(derivatives, Mapping) else (derivatives,):
+        if not isinstance(found, Derivatives):
+            raise TypeError(f"derivatives is {derivatives!r}; allowed are members of Derivatives, or a mapping of dtypes to them")
     for feature in because:
         if not isinstance(feature, Feature) or feature in supports:
             raise TypeError(f"because holds {feature!r}; allowed are members of Feature that are not in supports")

@@ -309,7 +309,7 @@ class PrivateFunction:
         return f"{self.function} as it is called here"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _changed(function: str, parameters: tuple[str, ...], names: tuple[str, ...]) -> str:
     """Return what has changed about a function, or nothing."""
     package = f"{function.partition('.')[0]} {_version(function.partition('.')[0])}"

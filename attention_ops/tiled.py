@@ -14,6 +14,9 @@ from attention_ops.operation import Estimate, OperationImpl, forward
 from attention_ops.request import AttentionOutput, AttentionRequest, RequestSpec
 from attention_ops.rules import ComputeCapability, Dtypes, HeadDim, On, SharedMemory, SoftmaxDtype
 
+HESSIAN_OF_WIDE = {"float32": Derivatives.HESSIAN, "float64": Derivatives.HESSIAN}
+"""Of 16-bit floats the kernel moves the bits as integers, which have no derivative."""
+
 
 class TiledAttention(OperationImpl):
     """Attention by tiles with an online softmax. Not an operation itself: a subclass has the name and the routes of its own.
@@ -24,7 +27,7 @@ class TiledAttention(OperationImpl):
 
     skip_by_data: ClassVar[bool]
 
-    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS}, derivatives=Derivatives.HESSIAN, block_sizes=True)
+    @forward(supports=Feature.ALL - {Feature.DROPOUT, Feature.WEIGHTS}, derivatives=HESSIAN_OF_WIDE, block_sizes=True)
     def forward_native(self, request: AttentionRequest) -> AttentionOutput:
         blocks = self.metadata.block_sizes
         output, logsumexp = blockwise_attention(

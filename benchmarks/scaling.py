@@ -1,4 +1,4 @@
-"""What one device does and receives when a sequence is split over n: measured from compiled programs, and modelled for real links.
+"""What one device does and receives when a sequence is split over n: from compiled programs, and modelled for real links.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/scaling.py          # on a CPU, n = 1 to 8
     python benchmarks/scaling.py --model                                                     # n = 8 to 4096, arithmetic only

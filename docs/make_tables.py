@@ -31,10 +31,7 @@ def matrix() -> str:
     for feature in ao.Feature:
         cells = ("yes" if feature in route.declaration.supports else "-" for route in routes)
         lines.append(f"| {feature.name}: {feature.value} | " + " | ".join(cells) + " |")
-    derivatives = (
-        route.declaration.derivatives if ao.Feature.GRADIENT in route.declaration.supports else None for route in routes
-    )
-    lines.append("| derivatives | " + " | ".join(found.name if found else "-" for found in derivatives) + " |")
+    lines.append("| derivatives | " + " | ".join(_derivatives(route) for route in routes) + " |")
     lines += ["", *(f"- {member.name}: {member.value}" for member in ao.Derivatives), "", "## Limits", ""]
     for route in routes:
         rules = "; ".join(rule.describe() for rule in route.declaration.rules) or "none"
@@ -46,6 +43,15 @@ def matrix() -> str:
         operation = ao.OperationRegistry.get(name)
         lines.append(f"| `{name}` | {', '.join(operation.aliases) or '-'} | {', '.join(operation.fallback) or '-'} |")
     return "\n".join(lines) + "\n"
+
+
+def _derivatives(route: Route) -> str:
+    found = route.declaration.derivatives
+    if ao.Feature.GRADIENT not in route.declaration.supports:
+        return "-"
+    if isinstance(found, ao.Derivatives):
+        return found.name
+    return ", ".join(f"{of.name} of {dtype}" for dtype, of in found.items()) + f", else {ao.Derivatives.GRADIENT.name}"
 
 
 def _proof(route: Route) -> str:

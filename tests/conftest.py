@@ -1,11 +1,8 @@
-"""Shapes in the annotations of the kernels are checked while the tests run."""
+"""What all tests share. Shapes in the annotations of the kernels are checked while they run."""
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+import compiling  # noqa: F401  decides how JAX compiles, before it is imported
 from jaxtyping import install_import_hook
 
 with install_import_hook("attention_ops.kernels", "beartype.beartype"):
@@ -52,6 +49,15 @@ def registry():
     yield ao.OperationRegistry
     state.operations, state.aliases = operations, aliases
     state.generation += 1
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """Optimise the programs of a module: they run for longer than that takes."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pickle
@@ -447,6 +448,22 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     Path("x.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ao.ConfigError, match=message):
         ao.load_config("x.yaml")
+
+
+@pytest.mark.parametrize("where", range(0, len(GEMMA2), 71))
+def test_a_file_cut_off_anywhere_loads_or_is_named(where: int, tmp_path: Path):
+    path = tmp_path / "x.yaml"
+    path.write_text(GEMMA2[:where])
+    with contextlib.suppress(ao.ConfigError):
+        assert ao.load_config(path).num_layers == 26
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])
+def test_a_file_in_another_encoding_is_named_with_the_line(encoding: str, tmp_path: Path):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(GEMMA2.replace("gemma2_2b", "gemm\u00e9").encode(encoding))
+    with pytest.raises(ao.ConfigError, match=rf"x.yaml:{2 if encoding == 'latin-1' else 1}: is not UTF-8 text"):
+        ao.load_config(path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):

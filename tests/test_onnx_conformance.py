@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,14 +13,6 @@ from benchmarks import conformance
 from benchmarks.onnx_cases import cases
 
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    """The programs are small and run once: compiling them is nearly all the time these tests take."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_there_are_93_and_the_law_gives_what_each_expects():

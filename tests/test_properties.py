@@ -39,14 +39,6 @@ def examples(count: int) -> Any:
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    """Small programs that run a few times: compiling them is most of the time these tests take."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @st.composite
 def structures(draw: Any, **choices: Any) -> Structure:
     return structure(lambda *options: options[draw(st.integers(0, len(options) - 1))], **choices)

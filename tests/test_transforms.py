@@ -106,7 +106,7 @@ class Call:
     @property
     def derivatives(self) -> Derivatives:
         name, _, backend = self.route.partition("/")
-        return ao.OperationRegistry.get(name).routes[backend].declaration.derivatives
+        return ao.OperationRegistry.get(name).routes[backend].declaration.derivatives_of(np.dtype(self.dtype))
 
 
 def agree(got: Any, want: Any, ulps: float = 32.0, dtype: Any = None) -> None:
@@ -540,8 +540,19 @@ def test_a_forward_that_declares_every_derivative_has_them(registry):
     query = jnp.arange(6.0).reshape(1, 1, 2, 3)
     call = lambda x: ao.attention(x, x, x, impl="mine").attention_outputs  # noqa: E731
     np.testing.assert_allclose(jax.jvp(call, (query,), (query,))[1], jnp.cos(query) * query, rtol=1e-6)
-    with pytest.raises(TypeError, match="derivatives is 'any'; allowed are members of Derivatives"):
-        ao.forward(derivatives="any")
+    for wrong in ("any", {"float32": "any"}):
+        with pytest.raises(TypeError, match="any'.*; allowed are members of Derivatives, or a mapping of dtypes to them"):
+            ao.forward(derivatives=wrong)
+
+
+@pytest.mark.parametrize("op", ["flash", "blocksparse"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_second_derivatives_of_16_bit_floats_are_refused_where_the_kernel_moves_bits(op, dtype):
+    query = jnp.ones((1, 4, 2, 3), dtype)
+    loss = lambda x: ao.attention(x, x, x, impl=op).attention_outputs.sum()  # noqa: E731
+    for second in (jax.hessian(loss), jax.hessian(jax.jit(loss))):
+        with pytest.raises(ao.DerivativeError, match=f"^{op}/native has no second derivative"):
+            second(query)
 
 
 def test_of_two_modes_at_once_the_inner_one_counts():

@@ -20,7 +20,7 @@ EJKERNEL_BLOCK = 128
 """Query and key block of ejkernel's kernels: what its own configuration takes when nothing is tuned."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _ejkernel(algorithm: str) -> Any:
     """Return a kernel registered for XLA. Called directly it neither tunes nor prints."""
     if importlib.util.find_spec("ejkernel") is None:

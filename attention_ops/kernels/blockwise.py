@@ -238,7 +238,7 @@ def _backward_tiles(
     value: Any,
     mask: Any,
     bias: Any,
-    d_output: Array,
+    d_output: Any,
     kept: Array | None,
     delta: Array,
     anchor: Array,

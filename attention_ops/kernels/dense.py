@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from attention_ops.kernels.sinks import output_with_sinks, share_of_keys
+from attention_ops.kernels.sinks import output_with_sinks, shares
 from attention_ops.kernels.visibility import visibility, zeroed
 
 
@@ -60,27 +61,44 @@ def dense_attention(
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
 
-    weights, logsumexp = _softmax(logits)
+    weights, logsumexp, *anchored = _softmax(logits)
     kept = weights
     if dropout_key is not None:
         keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_probability, weights.shape)
         kept = jnp.where(keep, weights / (1.0 - dropout_probability), 0.0)
-    output = jnp.einsum("bkgts,bskd->btkgd", kept.reshape(B, K, G, T, S), value, precision=jax.lax.Precision.HIGHEST).reshape(
-        B, T, H, -1
-    )
-    logsumexp = logsumexp.swapaxes(1, 2)
+    output = _weighted_sum(kept.reshape(B, K, G, T, S), value).reshape(B, T, H, -1)
+    logsumexp, highest, total = (x.swapaxes(1, 2) for x in (logsumexp, *anchored))
     if sinks is None:
         return DenseOutput(output.astype(dtype), weights, logsumexp)
-    share = share_of_keys(logsumexp, sinks).swapaxes(1, 2)[..., None]
-    return DenseOutput(output_with_sinks(output, logsumexp, sinks, dtype), weights * share, logsumexp)
+    share = shares(highest, total, sinks)[0].swapaxes(1, 2)[..., None]
+    return DenseOutput(output_with_sinks(output, highest, total, sinks, dtype), weights * share, logsumexp)
 
 
-def _softmax(logits: Float[Array, "B H T S"]) -> tuple[Array, Array]:
-    """Return softmax and logsumexp over the last axis; 0 and -inf for a row of -inf."""
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    highest = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
-    unnormalised = jnp.exp(logits - highest)
+_LONG, _PART = 1 << 14, 1 << 10
+
+
+def _weighted_sum(weights: Float[Array, "B K G T S"], value: Float[Array, "B S K Dv"]) -> Float[Array, "B T K G Dv"]:
+    """Sum the values by weight. Over many keys in parts, added at the end: one long sum rounds what is small beside it."""
+    product, S = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST), value.shape[1]
+    if S < _LONG:
+        return product("bkgts,bskd->btkgd", weights, value)
+    parts = S // _PART
+    size = S // parts
+    in_parts = product(
+        "bkgtns,bnskd->nbtkgd",
+        weights[..., : parts * size].reshape(*weights.shape[:-1], parts, size),
+        value[:, : parts * size].reshape(value.shape[0], parts, size, *value.shape[2:]),
+    )
+    rest = product("bkgts,bskd->btkgd", weights[..., parts * size :], value[:, parts * size :])
+    return jnp.sum(in_parts, axis=0) + rest
+
+
+def _softmax(logits: Float[Array, "B H T S"]) -> tuple[Array, Array, Array, Array]:
+    """Return the softmax over the last axis, 0 for a row of -inf; and [B, H, T]: logsumexp, highest logit, sum relative to it."""
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    unnormalised = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0, highest))
     total = jnp.sum(unnormalised, axis=-1, keepdims=True)
     empty = total == 0
     safe = jnp.where(empty, 1, total)
-    return unnormalised / safe, jnp.where(empty, -jnp.inf, highest + jnp.log(safe))[..., 0]
+    logsumexp = jnp.where(empty, -jnp.inf, highest + jnp.log(safe))
+    return unnormalised / safe, logsumexp[..., 0], highest[..., 0], total[..., 0]

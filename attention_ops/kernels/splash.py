@@ -147,7 +147,7 @@ def splash_attention(
     output = _unfold(output, static, B, T, H)[..., :Dv]
     logsumexp = _unfold(logsumexp[..., None], static, B, T, H)[..., 0]
     if sinks is not None:
-        output = output_with_sinks(output.astype(jnp.float32), logsumexp, sinks, dtype)
+        output = output_with_sinks(output.astype(jnp.float32), logsumexp, jnp.ones(()), sinks, dtype)
     return SplashOutput(output, logsumexp)
 
 

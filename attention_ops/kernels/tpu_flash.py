@@ -117,7 +117,7 @@ def flash_attention(
     output = output.reshape(B, H, -1, width).swapaxes(1, 2)[:, :T, :, :Dv]
     logsumexp = logsumexp.reshape(B, H, -1).swapaxes(1, 2)[:, :T]
     if sinks is not None:
-        output = output_with_sinks(output.astype(jnp.float32), logsumexp, sinks, dtype)
+        output = output_with_sinks(output.astype(jnp.float32), logsumexp, jnp.ones(()), sinks, dtype)
     return FlashOutput(output, logsumexp)
 
 

@@ -19,8 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import environment_of_users
 
 import attention_ops as ao
+
+pytestmark = pytest.mark.usefixtures("optimised")
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "minilm_l6.yaml"
@@ -153,7 +156,9 @@ def test_config_describes_the_model(minilm: ModuleType, model: Any) -> None:
 def test_the_script_prints_a_table() -> None:
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "examples/minilm_embed.py", "--config", str(CONFIG), "--impl", "flash", "--explain", *PETS]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment_of_users() | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     rows = [line.split("│")[2:-1] for line in done.stdout.splitlines() if line.startswith("│")]
     assert [row[0].strip() for row in rows] == PETS

@@ -18,8 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import environment_of_users
 
 import attention_ops as ao
+
+pytestmark = pytest.mark.usefixtures("optimised")
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "smollm2_135m.yaml"
@@ -141,7 +144,9 @@ def test_the_script_answers() -> None:
     options = ["--config", str(CONFIG), "--impl", "blocksparse", "--max-tokens", "16", "--explain"]
     command = [sys.executable, "examples/smollm2_generate.py", *options, "What is the capital of France?"]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment_of_users() | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     answer, *explanation = done.stdout.splitlines()
     assert answer == "The capital of France is Paris."

@@ -12,15 +12,6 @@ import numpy as np
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    """Sizes are tiny here: nearly all the time would go into optimising programs that run once."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
