@@ -14,6 +14,7 @@ import pytest
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "upstream.md"
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n+^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 GONE = "When it is gone: "
+NOT_RUN = "\nNot run: "
 
 RUN = """
 import contextlib, io, json, sys
@@ -49,8 +50,7 @@ FAULTS = {heading: text for faults in SECTIONS.values() for heading, text in fau
 @pytest.mark.parametrize("section", SECTIONS)
 def test_faults_are_still_there(section, tmp_path):
     """One process for each section: its snippets change the settings of JAX and Keras."""
-    faults = {heading: SNIPPET.search(text) for heading, text in SECTIONS[section].items()}
-    snippets = {heading: match.groups() for heading, match in faults.items() if match}
+    snippets = {heading: SNIPPET.findall(text)[0] for heading, text in SECTIONS[section].items() if NOT_RUN not in text}
     own = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "XLA_FLAGS": QUICK}
     own |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "KERAS_BACKEND": "jax"}
     codes = json.dumps([code for code, _ in snippets.values()])
@@ -74,4 +74,5 @@ def test_every_fault_is_run_or_says_why_not(heading):
     text = FAULTS[heading]
     assert "\nMeanwhile: " in text
     assert when_gone(heading)
-    assert len(SNIPPET.findall(text)) == text.count("```python") == (0 if "\nNot run: " in text else 1)
+    assert len(SNIPPET.findall(text)) == text.count("```python") <= 1
+    assert ("```python" in text) or (NOT_RUN in text)

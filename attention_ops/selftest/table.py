@@ -43,6 +43,8 @@ OTHERS = (
     ("causal+window_left+mask_chunked+scale", "tiles", "bfloat16"),
     ("causal+offset_negative", "small", "float32"),
     ("causal+kv_lengths+gqa", "decode", "float32"),
+    ("gqa+mask+bias_blocks", "decode", "float32"),
+    ("mask_late", "decode", "float32"),
     ("mask_late", "decode_long", "float32"),
     ("causal", "one_head", "float32"),
     ("plain", "odd", "float32"),

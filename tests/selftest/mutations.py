@@ -1,0 +1,835 @@
+"""Faults planted in our own code, one fragment each, and what convicts them. Run this file to write the page."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import pathlib
+import pkgutil
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "conformance.md"
+BEGIN = "<!-- mutations: begin, written by tests/selftest/mutations.py -->"
+END = "<!-- mutations: end -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        fault: what goes wrong, in words.
+        where: the function, as `module:name` in the package.
+        old, new: the fragment of its source, which occurs once, and what takes its place.
+        killer: a route and a case of the selftest, "vanilla/native plain/small/float32", or a check of test_mutations.py.
+    """
+
+    fault: str
+    where: str
+    old: str
+    new: str
+    killer: str
+
+    @property
+    def route(self) -> str:
+        """The route of a selftest case; empty for a check."""
+        return self.killer.rpartition(" ")[0]
+
+    @property
+    def case(self) -> str:
+        return self.killer.rpartition(" ")[2]
+
+    @property
+    def function(self) -> types.FunctionType:
+        """The innermost function, without its decorators."""
+        found: Any = pkgutil.resolve_name(f"attention_ops.{self.where}")
+        found = getattr(found, "fget", found)
+        return inspect.unwrap(getattr(found, "func", found))
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """Run the function with the fault inside there, from wherever it is called."""
+        function = self.function
+        code = function.__code__
+        function.__code__ = self._faulty(textwrap.dedent(inspect.getsource(function)), code)
+        forget()
+        try:
+            yield
+        finally:
+            function.__code__ = code
+            forget()
+
+    def _faulty(self, source: str, code: types.CodeType) -> types.CodeType:
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.where} has {source.count(self.old)} times {self.old!r}, expected once")
+        tree = ast.parse(source.replace(self.old, self.new))
+        tree.body[0].decorator_list = []  # type: ignore[attr-defined]
+        flags = annotations.compiler_flag
+        compiled = compile(tree, code.co_filename, "exec", flags=flags, dont_inherit=True)
+        (found,) = (part for part in compiled.co_consts if isinstance(part, types.CodeType) and part.co_name == code.co_name)
+        return found
+
+
+def forget() -> None:
+    """Empty the caches of the package, and of the programs that JAX keeps for it."""
+    from attention_ops import api
+
+    api._execute.clear_cache()  # type: ignore[attr-defined]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("attention_ops"):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper) and value.cache_parameters()["maxsize"] is not None:
+                    value.cache_clear()
+
+
+MUTATIONS = (
+    # ---------------------------------------------------------------- kernels/tiles.py
+    Mutation(
+        "each kind of tile is visited from the start of the list again",
+        "kernels.tiles:Work.loop",
+        "start = counts[kind]",
+        "start = 0",
+        "blocksparse/native causal/tiles/float32",
+    ),
+    Mutation(
+        "the second tile of a pair is visited once more by itself",
+        "kernels.tiles:work_list",
+        "may & ~second",
+        "may",
+        "blocksparse/native causal/tiles/float32",
+    ),
+    Mutation(
+        "a pair is full when its first tile is",
+        "kernels.tiles:work_list",
+        "full & after",
+        "full",
+        "blocksparse/native causal/tiles/float32",
+    ),
+    Mutation(
+        "tiles that stand alone are full when one of them is",
+        "kernels.tiles:work_list",
+        "np.all(full[kind == 2])",
+        "np.any(full[kind == 2])",
+        "blocksparse/native causal/tiles/float32",
+    ),
+    Mutation(
+        "the last tile of a run is half of a pair",
+        "kernels.tiles:_paired",
+        "visible & is_even & has_next",
+        "visible & is_even",
+        "blocksparse/native plain/tiles/float32",
+    ),
+    Mutation(
+        "pairs begin at the second tile of a run, and the first is forgotten",
+        "kernels.tiles:_paired",
+        "% 2 == 1",
+        "% 2 == 0",
+        "blocksparse/native plain/tiles/float32",
+    ),
+    Mutation(
+        "the first column of padding is visible",
+        "kernels.tiles:Tiler.visible",
+        "at.col < s.S",
+        "at.col <= s.S",
+        "blocksparse/native plain/tiles/float32",
+    ),
+    Mutation(
+        "rows of padding see keys, which may hold NaN",
+        "kernels.tiles:Tiler.visible",
+        "if s.padded[0] != s.T:",
+        "if s.padded[0] < s.T:",
+        "blocksparse/native causal+offset/tiles/float32/nan",
+    ),
+    Mutation(
+        "a bias of -inf is a bias of 0",
+        "kernels.tiles:Tiler.visible",
+        "parts.append(self._bias_tile(at) != NEG_INF)",
+        "pass",
+        "blocksparse/native bias_blocks/small/bfloat16",
+    ),
+    Mutation(
+        "the derivative of the soft cap is 1 - tanh",
+        "kernels.tiles:Tiler.logits",
+        "1.0 - squashed * squashed",
+        "1.0 - squashed",
+        "blocksparse/native soft_cap/small/float32",
+    ),
+    Mutation(
+        "bfloat16 logits under a soft cap are not scaled",
+        "kernels.tiles:Tiler.logits",
+        "logits = logits * self.scale",
+        "pass",
+        "blocksparse/native soft_cap/small/bfloat16",
+    ),
+    Mutation(
+        "two tiles are finite when the first is",
+        "kernels.tiles:all_of",
+        "flags[first] & flags[first + 1]",
+        "flags[first]",
+        "blocksparse/native kv_lengths/tiles/float32/nan",
+    ),
+    Mutation(
+        "the tile of a bias begins at query 0",
+        "kernels.tiles:_bias_window",
+        "(at.batch, at.head, at.row, at.col)",
+        "(at.batch, at.head, 0, at.col)",
+        "blocksparse/native bias/tiles/float32",
+    ),
+    Mutation(
+        "the gradient of a broadcast bias is that of its first row",
+        "kernels.tiles:add_bias_tile",
+        "jnp.sum(tile, axis=over, keepdims=True)",
+        "tile[tuple(slice(1) if axis in over else slice(None) for axis in range(4))]",
+        "blocksparse/native bias_keys/small/bfloat16",
+    ),
+    Mutation(
+        "all heads of a unit are its first",
+        "kernels.tiles:_heads_of",
+        "unit * heads + n",
+        "unit * heads",
+        "blocksparse/native gqa/small/float32",
+    ),
+    # ---------------------------------------------------------------- kernels/blockwise.py
+    Mutation(
+        "the scale is dropped",
+        "kernels.blockwise:_tile_by_tile",
+        "q if is_narrow else q * settings.scale",
+        "q",
+        "blocksparse/native plain/small/float32",
+    ),
+    Mutation(
+        "the scale that waits for the exponential is forgotten there",
+        "kernels.blockwise:_tile_by_tile",
+        "jnp.exp(logits * factor - anchor[..., None])",
+        "jnp.exp(logits - anchor[..., None])",
+        "blocksparse/native plain/small/bfloat16",
+    ),
+    Mutation(
+        "the sum of values is not brought to the new highest logit",
+        "kernels.blockwise:_tile_by_tile",
+        "output * keep[..., None] +",
+        "output +",
+        "blocksparse/native plain/tiles/float32",
+    ),
+    Mutation(
+        "the guard of rows that have seen nothing yet is gone: -inf - -inf",
+        "kernels.blockwise:_tile_by_tile",
+        "jnp.where(new == NEG_INF, 0, new) if partial else new",
+        "new",
+        "blocksparse/native mask/small/float32",
+    ),
+    Mutation(
+        "an empty row is divided by 0",
+        "kernels.blockwise:_tile_by_tile",
+        "empty = total == 0",
+        "empty = total < 0",
+        "blocksparse/native mask/small/float32",
+    ),
+    Mutation(
+        "values that nothing sees are multiplied by 0, NaN too",
+        "kernels.blockwise:_tile_by_tile",
+        "v = tiler.without_unseen_keys(v, t.all_of(finite, j, tiles), at)",
+        "pass",
+        "blocksparse/native mask/small/float32/nan",
+    ),
+    Mutation(
+        "sinks join the denominator twice",
+        "kernels.blockwise:_forward",
+        "jnp.exp(logsumexp - total)",
+        "jnp.exp(2 * (logsumexp - total))",
+        "blocksparse/native sinks/small/float32",
+    ),
+    Mutation(
+        "the cotangent of the logsumexp is dropped",
+        "kernels.blockwise:_attend_bwd",
+        "delta = delta - jnp.where(empty, 0, d_logsumexp)",
+        "pass",
+        "blocksparse/native plain/small/float32",
+    ),
+    Mutation(
+        "delta is that of the softmax with the sinks",
+        "kernels.blockwise:_attend_bwd",
+        "delta = delta * kept",
+        "pass",
+        "blocksparse/native sinks/small/float32",
+    ),
+    Mutation(
+        "the gradient of the sinks has the other sign",
+        "kernels.blockwise:_attend_bwd",
+        "d_sinks = -jnp.sum",
+        "d_sinks = jnp.sum",
+        "blocksparse/native sinks/small/float32",
+    ),
+    Mutation(
+        "weights backward are not hidden",
+        "kernels.blockwise:_backward_tiles",
+        "weights = tiler.hide(seen, weights, 0.0, at)",
+        "pass",
+        "blocksparse/native causal/small/float32",
+    ),
+    Mutation(
+        "backward the soft cap has no derivative",
+        "kernels.blockwise:_backward_tiles",
+        "d_logits = d_logits * slope",
+        "pass",
+        "blocksparse/native soft_cap/small/float32",
+    ),
+    Mutation(
+        "the gradient of a tile of queries is added to the first rows",
+        "kernels.blockwise:_backward_tiles",
+        "i * shape.block_q)",
+        "0)",
+        "blocksparse/native plain/tiles/float32",
+    ),
+    Mutation(
+        "the gradient of the query is not scaled",
+        "kernels.blockwise:_backward_tiles",
+        ".reshape(shape.padded[0], shape.query_heads, -1) * settings.scale",
+        ".reshape(shape.padded[0], shape.query_heads, -1)",
+        "blocksparse/native plain/small/float32",
+    ),
+    Mutation(
+        "keys of NaN that nothing sees reach the gradient of the query",
+        "kernels.blockwise:_backward_tiles",
+        "kk = tiler.without_unseen_keys(k, finite_keys[j], at)",
+        "pass",
+        "blocksparse/native mask/small/float32/nan",
+    ),
+    Mutation(
+        "queries of NaN that see nothing reach the gradient of the key",
+        "kernels.blockwise:_backward_tiles",
+        "q = tiler.without_blind_queries(q, t.all_of(finite_queries, i, tiles), at)",
+        "pass",
+        "blocksparse/native mask/small/float32/nan",
+    ),
+    # ---------------------------------------------------------------- kernels/decode.py
+    Mutation(
+        "the last step stands where it would without its shift back",
+        "kernels.decode:_Step.at",
+        "jnp.minimum(j * s.block_kv, s.S - s.block_kv)",
+        "j * s.block_kv",
+        "blocksparse/native gqa+causal+kv_lengths/decode/float32",
+    ),
+    Mutation(
+        "the last step counts again what the one before has read",
+        "kernels.decode:_Step.finish",
+        "at.col >= j * s.block_kv",
+        "at.col >= 0",
+        "blocksparse/native plain/decode/bfloat16",
+    ),
+    Mutation(
+        "in decoding the soft cap is not multiplied back",
+        "kernels.decode:_Step.finish",
+        "self.soft_cap * jnp.tanh",
+        "jnp.tanh",
+        "blocksparse/native soft_cap+kv_lengths+bias_heads/decode/bfloat16",
+    ),
+    Mutation(
+        "in decoding a bias of -inf is a bias of 0",
+        "kernels.decode:_Step.finish",
+        "parts.append(bias != NEG_INF)",
+        "pass",
+        "blocksparse/native gqa+mask+bias_blocks/decode/float32",
+    ),
+    Mutation(
+        "in decoding the sum of values is not brought to the new highest logit",
+        "kernels.decode:decode",
+        "output * keep[..., None] + weighted",
+        "output + weighted",
+        "blocksparse/native gqa+causal+kv_lengths/decode/float32",
+    ),
+    Mutation(
+        "in decoding the guard of what has seen nothing yet is gone",
+        "kernels.decode:decode",
+        "jnp.where(new == NEG_INF, 0, new)",
+        "new",
+        "flash/native mask_late/decode/float32",
+    ),
+    Mutation(
+        "in decoding a key of NaN reaches the logits of other heads",
+        "kernels.decode:_Product.logits",
+        "lambda: logits, by_head)",
+        "lambda: logits, lambda: logits)",
+        "blocksparse/native gqa+mask+bias_blocks/decode/float32/nan",
+    ),
+    Mutation(
+        "in decoding values that nothing sees are multiplied by 0, NaN too",
+        "kernels.decode:_Product.weighted",
+        "lambda: found, without_unseen)",
+        "lambda: found, lambda: found)",
+        "blocksparse/native gqa+causal+kv_lengths/decode/float32/nan",
+    ),
+    # ---------------------------------------------------------------- kernels/tile_work.py
+    Mutation(
+        "a mask of run-time data leaves tiles full where it was not asked",
+        "kernels.tile_work:tile_kinds",
+        "if never_full or len(asked) < len(parts):",
+        "if never_full:",
+        "flash/native segments/small/float32",
+    ),
+    Mutation(
+        "a tile with columns of padding is full",
+        "kernels.tile_work:tile_kinds",
+        "if tiling.S % tiling.block_kv:",
+        "if tiling.S < tiling.block_kv:",
+        "blocksparse/native plain/tiles/float32",
+    ),
+    Mutation(
+        "the run of full tiles ends one tile late",
+        "kernels.tile_work:_runs",
+        "full_first + full,",
+        "full_first + full + 1,",
+        "tile_work_visits_what_is_visible",
+    ),
+    Mutation(
+        "hidden tiles are listed before partial ones",
+        "kernels.tile_work:_lists",
+        "xp.where(may, 1, 2)",
+        "xp.where(may, 2, 1)",
+        "tile_work_visits_what_is_visible",
+    ),
+    Mutation(
+        "two runs of visible tiles count as one",
+        "kernels.tile_work:_contiguous",
+        "<= 1",
+        "<= 2",
+        "tile_work_visits_what_is_visible",
+    ),
+    Mutation(
+        "who is hidden from all is counted with windows one key short",
+        "kernels.tile_work:hidden_from_all",
+        "query + right + 1",
+        "query + right",
+        "hidden_from_all_is_what_the_array_says",
+    ),
+    # ---------------------------------------------------------------- kernels/dense.py, sinks.py, visibility.py
+    Mutation(
+        "the scale is dropped",
+        "kernels.dense:dense_attention",
+        "logits = logits * scale",
+        "pass",
+        "vanilla/native plain/small/float32",
+    ),
+    Mutation(
+        "the bias is added before the soft cap",
+        "kernels.dense:dense_attention",
+        "logits = soft_cap * jnp.tanh(logits / soft_cap)\n    if bias is not None:\n        logits = logits + bias\n",
+        "logits = soft_cap * jnp.tanh((logits if bias is None else logits + bias) / soft_cap)\n",
+        "vanilla/native soft_cap+bias/small/bfloat16",
+    ),
+    Mutation(
+        "kept weights are not divided by the share that is kept",
+        "kernels.dense:dense_attention",
+        "weights / (1.0 - dropout_probability)",
+        "weights",
+        "vanilla/native dropout/small/float32",
+    ),
+    Mutation(
+        "what nothing sees is not zeroed",
+        "kernels.dense:dense_attention",
+        "query, key, value = zeroed(query, key, value, *visibility(allowed, K))",
+        "pass",
+        "vanilla/native mask/small/float32/nan",
+    ),
+    Mutation(
+        "the weights that are returned leave out the sinks",
+        "kernels.dense:dense_attention",
+        "weights * share",
+        "weights",
+        "vanilla/native sinks/small/float32",
+    ),
+    Mutation(
+        "the guard of empty rows is gone: -inf - -inf",
+        "kernels.dense:_softmax",
+        "jnp.where(highest == -jnp.inf, 0, highest)",
+        "highest",
+        "vanilla/native mask/small/float32",
+    ),
+    Mutation(
+        "sinks join the denominator twice",
+        "kernels.sinks:shares",
+        "of_keys + jnp.sum(of_sinks, axis=-1)",
+        "of_keys + 2 * jnp.sum(of_sinks, axis=-1)",
+        "vanilla/native sinks/small/float32",
+    ),
+    Mutation(
+        "exponentials are taken relative to the keys alone, so strong sinks overflow",
+        "kernels.sinks:shares",
+        "jnp.maximum(anchor, jnp.max(sinks, axis=-1))",
+        "anchor",
+        "vanilla/native sinks_strong/small/float32",
+    ),
+    Mutation(
+        "the derivative by a sink has the other sign",
+        "kernels.sinks:_output_with_sinks_jvp",
+        "tangent - rounded",
+        "tangent + rounded",
+        "vanilla/native sinks/small/float32",
+    ),
+    Mutation(
+        "a key is seen only if the first query head of its group sees it",
+        "kernels.visibility:visibility",
+        "jnp.any(by_head, (2, 3))",
+        "jnp.any(by_head[:, :, :1], (2, 3))",
+        "vanilla/native gqa+mask/square/float16",
+    ),
+    # ---------------------------------------------------------------- kernels/splash_masks.py
+    Mutation(
+        "a tile with columns of padding is full",
+        "kernels.splash_masks:static_tiles",
+        "np.minimum(kinds[..., -1], PARTIAL)",
+        "np.minimum(kinds[..., -1], FULL)",
+        "blocksparse/tpu plain/small/float32",
+    ),
+    Mutation(
+        "the first column of padding is visible",
+        "kernels.splash_masks:KernelFunction.__call__",
+        "key < self.end",
+        "key <= self.end",
+        "blocksparse/tpu window/small/float32",
+    ),
+    Mutation(
+        "the offset of a static mask is ignored inside the kernel",
+        "kernels.splash_masks:evaluate",
+        "mask.allowed(rows + mask.stated_offset, cols)",
+        "mask.allowed(rows, cols)",
+        "blocksparse/tpu causal+offset/small/float32",
+    ),
+    Mutation(
+        "keys of padding keep their negative id, that of queries of padding",
+        "kernels.splash_masks:segment_ids",
+        "kv_real & (part.kv >= 0)",
+        "kv_real",
+        "blocksparse/tpu segments/small/float32",
+    ),
+    Mutation(
+        "columns of padding belong to segment 0",
+        "kernels.splash_masks:_by_sample",
+        "constant_values=fill",
+        "constant_values=0",
+        "blocksparse/tpu segments/small/float32",
+    ),
+    Mutation(
+        "an interval of keys is one short",
+        "kernels.splash_masks:_numbered",
+        "last - first + 1",
+        "last - first",
+        "splash_intervals_are_the_mask",
+    ),
+    Mutation(
+        "a step beyond the visible tiles repeats the last one",
+        "kernels.splash_masks:_ordered",
+        "step < count",
+        "step <= count",
+        "splash_schedule_visits_what_is_visible",
+    ),
+    # ---------------------------------------------------------------- masks.py
+    Mutation(
+        "a query does not see itself",
+        "masks:Causal.allowed",
+        "key <= query",
+        "key < query",
+        "vanilla/native causal/small/float32",
+    ),
+    Mutation(
+        "a tile that its first row sees to the last row's place is full",
+        "masks:Causal.span",
+        "k_last <= q_first",
+        "k_last <= q_last",
+        "blocksparse/native causal/tiles/float32",
+    ),
+    Mutation(
+        "a tile of which only the corner is visible is empty",
+        "masks:Causal.span",
+        "k_first <= q_last",
+        "k_first < q_last",
+        "bounds_hold_what_the_array_says",
+    ),
+    Mutation(
+        "a window is one key short on the left",
+        "masks:Window.allowed",
+        "key >= query - self.left",
+        "key > query - self.left",
+        "vanilla/native window/small/float32",
+    ),
+    Mutation(
+        "a tile at the left end of a window is empty",
+        "masks:Window.span",
+        "farthest >= -self.left",
+        "farthest > -self.left",
+        "bounds_hold_what_the_array_says",
+    ),
+    Mutation(
+        "a tile at the left end of a window is full",
+        "masks:Window.span",
+        "nearest >= -self.left",
+        "farthest >= -self.left",
+        "blocksparse/native window/tiles/float32",
+    ),
+    Mutation(
+        "a tile that a prefix ends in is full",
+        "masks:PrefixLM.span",
+        "(k_last < self.prefix)",
+        "(k_first < self.prefix)",
+        "bounds_hold_what_the_array_says",
+    ),
+    Mutation(
+        "a tile of keys from two chunks is full",
+        "masks:Chunked.span",
+        "(q_low == k_high)",
+        "(q_low == k_low)",
+        "bounds_hold_what_the_array_says",
+    ),
+    Mutation(
+        "padding attends padding",
+        "masks:Segments.dense",
+        "(q == kv) & (q >= 0)",
+        "q == kv",
+        "vanilla/native segments/small/float32",
+    ),
+    Mutation(
+        "a tile of keys from two segments is full",
+        "masks:Segments.bounds",
+        "(q_low == k_high)",
+        "(q_low == k_low)",
+        "blocksparse/native segments/tiles/float32",
+    ),
+    Mutation(
+        "ids of the queries are those of the first batch row",
+        "masks:Segments.tile",
+        "slice_within(self.q, (at.batch, at.row)",
+        "slice_within(self.q, (0, at.row)",
+        "blocksparse/native segments/tiles/float32",
+    ),
+    Mutation(
+        "a tile that a length ends in is full",
+        "masks:Lengths.bounds",
+        "must & (last < lengths)",
+        "must & (first < lengths)",
+        "blocksparse/native kv_lengths/tiles/float32",
+    ),
+    Mutation(
+        "lengths of the keys are those of the first batch row",
+        "masks:Lengths.tile",
+        "_at(self.kv, at.batch)",
+        "_at(self.kv, 0)",
+        "blocksparse/native kv_lengths/tiles/float32",
+    ),
+    Mutation(
+        "offsets are those of the first batch row",
+        "masks:_at",
+        "value[0] if value.shape[0] == 1 else",
+        "value[0] if value.shape[0] else",
+        "blocksparse/native causal+offset_rows/tiles/float32",
+    ),
+    Mutation(
+        "the first row of a tile stands at the offset",
+        "masks:Positional.tile",
+        "(at.row + _at(self._offset(), at.batch))",
+        "_at(self._offset(), at.batch)",
+        "blocksparse/native causal/tiles/float32",
+    ),
+    Mutation(
+        "the tile of an array is that of the first batch row",
+        "masks:Dense.tile",
+        "(at.batch, at.head, at.row, at.col)",
+        "(0, at.head, at.row, at.col)",
+        "blocksparse/native mask_samples/tiles/float32",
+    ),
+    Mutation(
+        "a tile of an array is full when it is not empty",
+        "masks:Dense.bounds",
+        "_reduce_blocks(every, axis, block, count, True, xp)",
+        "_reduce_blocks(every, axis, block, count, False, xp)",
+        "blocksparse/native mask/tiles/float32",
+    ),
+    Mutation(
+        "all masks of an intersection but one suffice",
+        "masks:And.dense",
+        "operator.and_",
+        "operator.or_",
+        "vanilla/native scale+causal+window_left+mask_chunked/tiles/bfloat16",
+    ),
+    Mutation(
+        "a tile is visible only where every mask of a union may be",
+        "masks:Or.bounds",
+        "functools.reduce(operator.or_, may)",
+        "functools.reduce(operator.and_, may)",
+        "blocksparse/native soft_cap+mask_or+bias_blocks/tiles/float16",
+    ),
+    Mutation(
+        "the bounds of a negation are not exchanged",
+        "masks:Not.bounds",
+        "~must, ~may",
+        "~may, ~must",
+        "bounds_hold_what_the_array_says",
+    ),
+    Mutation(
+        "a static mask that shows something is dropped",
+        "masks:_sees_everything",
+        "_, must =",
+        "must, _ =",
+        "vanilla/native causal/small/float32",
+    ),
+    # ---------------------------------------------------------------- request.py
+    Mutation(
+        "in decoding the query is the first token",
+        "request:default_offset",
+        "return S - 1",
+        "return 0",
+        "vanilla/native gqa+causal+kv_lengths/decode/float32",
+    ),
+    Mutation(
+        "a scale that is stated is ignored",
+        "request:_spec",
+        "D**-0.5 if scale is None else scale",
+        "D**-0.5",
+        "vanilla/native scale+causal+window_left+mask_chunked/tiles/bfloat16",
+    ),
+    Mutation(
+        "a soft cap is no feature, so that a route without it is given one",
+        "request:_spec",
+        "Feature.SOFT_CAP: soft_cap is not None",
+        "Feature.SOFT_CAP: False",
+        "flash/tpu refuse/soft_cap",
+    ),
+    Mutation(
+        "all heads have the sink of the first",
+        "request:_sinks",
+        "sinks[:, None] if sinks.ndim == 1",
+        "sinks[:1, None] if sinks.ndim == 1",
+        "vanilla/native sinks/small/float32",
+    ),
+    Mutation(
+        "a window of one number is open to the left alone",
+        "request:_window",
+        "Window(window, window)",
+        "Window(window, 0)",
+        "vanilla/native window_int/small/bfloat16",
+    ),
+    Mutation(
+        "beside a mask of data, causality is dropped",
+        "request:_mask",
+        '[*_positions(given["causal"], window), *parts]',
+        "parts",
+        "vanilla/native causal+segments/small/bfloat16",
+    ),
+    Mutation(
+        "dropout is active in deterministic calls",
+        "request:_dropout",
+        'if given["deterministic"] or probability == 0.0:',
+        "if probability == 0.0:",
+        "flash/native inactive_dropout",
+    ),
+    # ---------------------------------------------------------------- operation.py, planner.py, rules.py
+    Mutation(
+        "features that a route does not declare refuse nothing",
+        "operation:Route.refusals",
+        "sorted(spec.features - self.declaration.supports)",
+        "()",
+        "flash/native refuse/dropout",
+    ),
+    Mutation(
+        "the first rule of a route is ignored",
+        "operation:Route.refusals",
+        "in self.declaration.rules:",
+        "in self.declaration.rules[1:]:",
+        "blocksparse/tpu refuse/Dtypes",
+    ),
+    Mutation(
+        "rules are asked about float32 whatever the dtype is",
+        "operation:Route.refusals",
+        "rule.check(spec,",
+        "rule.check(dataclasses.replace(spec, dtype=spec.softmax_dtype),",
+        "blocksparse/tpu refuse/Dtypes",
+    ),
+    Mutation(
+        "a plan is kept although another operation took the name",
+        "planner:make_plan",
+        "registry.generation()",
+        "0",
+        "a_plan_follows_what_is_registered",
+    ),
+    Mutation(
+        "the planner takes the first route, refused or not",
+        "planner:_make_plan",
+        "if chosen is None and decision.accepted:",
+        "if chosen is None:",
+        "flash/native refuse/dropout",
+    ),
+    Mutation(
+        "a backend that is asked for is ignored",
+        "planner:backends_for",
+        "backend = metadata.backend",
+        "backend = None",
+        "a_backend_that_is_asked_for_is_planned",
+    ),
+    Mutation(
+        "the largest head dim is refused",
+        "rules:HeadDim.check",
+        "dim > limit",
+        "dim >= limit",
+        "rules_refuse_beyond_their_limit_and_not_at_it",
+    ),
+    Mutation(
+        "the head dim of the value is not looked at",
+        "rules:HeadDim.check",
+        '("value head_dim", spec.Dv)',
+        '("value head_dim", spec.D)',
+        "rules_refuse_beyond_their_limit_and_not_at_it",
+    ),
+    Mutation(
+        "the smallest compute capability is refused",
+        "rules:ComputeCapability.check",
+        "found < self.minimum",
+        "found <= self.minimum",
+        "rules_refuse_beyond_their_limit_and_not_at_it",
+    ),
+    Mutation(
+        "the key length is not looked at",
+        "rules:LengthMultiple.check",
+        '("key length", spec.S)',
+        '("key length", spec.T)',
+        "rules_refuse_beyond_their_limit_and_not_at_it",
+    ),
+    Mutation(
+        "a bias of another dtype is taken, and rounded",
+        "rules:BiasDtype.check",
+        "spec.bias_dtype == spec.dtype",
+        "spec.bias_dtype != spec.dtype",
+        "rules_refuse_beyond_their_limit_and_not_at_it",
+    ),
+)
+
+
+def table() -> str:
+    """Return the list of faults for the page."""
+    cases = sum(bool(mutation.route) for mutation in MUTATIONS)
+    lines = [
+        f"{len(MUTATIONS)} faults: {cases} convicted by a case of the selftest, {len(MUTATIONS) - cases} by a check.",
+        "",
+        "| function | fault | convicted by |",
+        "|---|---|---|",
+    ]
+    for mutation in MUTATIONS:
+        module, _, name = mutation.where.partition(":")
+        by = f"`{mutation.case}` of `{mutation.route}`" if mutation.route else mutation.case.replace("_", " ")
+        lines.append(f"| `{module.replace('.', '/')}.py` `{name}` | {mutation.fault} | {by} |")
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    """Return the page with the list between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,232 @@
+"""Every fault planted in our own code is convicted by the case, or the check, that is named for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mutations import MUTATIONS, PAGE, page
+
+import attention_ops as ao
+from attention_ops import masks, rules
+from attention_ops.kernels import splash_masks, tile_work
+from attention_ops.selftest import cases, runner, table
+from attention_ops.selftest.results import Report, Settings
+
+SELFTEST = [mutation for mutation in MUTATIONS if mutation.route]
+CHECKED = [mutation for mutation in MUTATIONS if not mutation.route]
+DECLARATIONS = ("refuse/", "inactive_")
+
+
+def _selftest(route: str, *names: str) -> Report:
+    """Run the selftest on cases of one route."""
+    operation = route.partition("/")[0]
+    if names[0].startswith(DECLARATIONS):
+        report = runner.run([operation], Settings(cases=names))
+        return dataclasses.replace(report, routes=tuple(found for found in report.routes if found.route == route))
+    wanted = [cases.parse(name) for name in names]
+    return runner.run(
+        [operation],
+        Settings(declarations=False),
+        source=lambda subject, proof: wanted if subject.name == route and proof != "lowering" else [],
+    )
+
+
+# ---------------------------------------------------------------- checks beside the selftest
+
+SIZES = ((7, 7), (6, 11), (12, 5))
+TILINGS = [masks.Tiling(*size, *blocks) for size in SIZES for blocks in ((1, 1), (2, 3), (4, 2), (1, 4))]
+STATIC = (
+    masks.Causal(0),
+    masks.Causal(3),
+    masks.Window(2, 1, 0),
+    masks.Window(None, 2, -1),
+    masks.Window(3, None, 2),
+    masks.Window(1, 0, 0) | masks.Window(0, 2, -4),
+    masks.PrefixLM(3, 0),
+    masks.Chunked(3, 1),
+    ~masks.Window(2, 2, 0),
+    masks.Causal(0) & ~masks.Window(1, 1, 0),
+)
+
+
+def _tiles(mask: masks.Mask, tiling: masks.Tiling) -> tuple[np.ndarray, np.ndarray]:
+    """Return whether something, and whether all, of each tile is visible, from the array."""
+    dense = np.asarray(mask.dense(tiling.T, tiling.S))[0, 0]
+    rows, cols = tiling.grid
+    some, every = np.zeros((2, rows, cols), bool)
+    for i, j in np.ndindex(rows, cols):
+        tile = dense[i * tiling.block_q : (i + 1) * tiling.block_q, j * tiling.block_kv : (j + 1) * tiling.block_kv]
+        some[i, j], every[i, j] = tile.any(), tile.all()
+    return some, every
+
+
+def bounds_hold_what_the_array_says() -> None:
+    for mask, tiling in itertools.product(STATIC, TILINGS):
+        may, must = (np.broadcast_to(x, (1, 1, *tiling.grid))[0, 0] for x in mask.bounds(tiling, np))
+        some, every = _tiles(mask, tiling)
+        assert np.all(may | ~some), (mask, tiling)
+        assert np.all(every | ~must), (mask, tiling)
+
+
+def _visits(work: tile_work.TileWork, row: int) -> tuple[list[int], list[int]]:
+    """Return the tiles that one outer tile visits as full, and as partial."""
+    visited: dict[bool, list[int]] = {True: [], False: []}
+    edges = np.asarray(work.bounds)[0, 0, row]
+    runs = ((work.has_before, 0, True), (work.has_full, 1, False), (work.has_after, 2, True))
+    for present, run, partial in runs:
+        places = range(edges[run], edges[run + 1]) if present else ()
+        visited[partial] += [place if work.order is None else int(work.order[0, 0, row, place]) for place in places]
+    return visited[False], visited[True]
+
+
+def tile_work_visits_what_is_visible() -> None:
+    for mask, tiling in itertools.product(STATIC, TILINGS):
+        work = tile_work.tile_work(mask, tiling, by_data=True, never_full=False)
+        some, every = _tiles(mask, tiling)
+        for row in range(tiling.grid[0]):
+            full, partial = _visits(work, row)
+            assert len({*full, *partial}) == len(full) + len(partial), (mask, tiling)
+            assert {*np.flatnonzero(some[row])} <= {*full, *partial}, (mask, tiling)
+            assert {*full} <= {*np.flatnonzero(every[row])}, (mask, tiling)
+
+
+def hidden_from_all_is_what_the_array_says() -> None:
+    for mask, (T, S) in itertools.product(STATIC[:5], SIZES):
+        dense = np.asarray(mask.dense(T, S))[0, 0]
+        expected = not dense.any(1).all(), not dense.any(0).all()
+        assert tile_work.hidden_from_all(mask, T, S) == expected, (mask, T, S)
+
+
+def splash_intervals_are_the_mask() -> None:
+    offset = jnp.asarray([1, 4], jnp.int32)
+    mask, layout = masks.Causal(offset) & masks.Window(3, 2, offset), splash_masks.Layout(2, 8, 12, 4, 4, folded=False)
+    numbered = splash_masks._numbered(mask, layout)
+    assert numbered is not None
+    function, numbers = numbered
+    key = np.arange(layout.samples * layout.padded[1])
+    found = np.asarray(function(numbers[:, None], key)).reshape(2, 8, 2, 12)
+    for sample, expected in enumerate(np.asarray(mask.dense(8, 12))[:, 0]):
+        np.testing.assert_array_equal(found[sample, :, sample], expected)
+        assert not found[sample, :, 1 - sample].any()
+
+
+def splash_schedule_visits_what_is_visible() -> None:
+    mask = masks.Causal(0)
+    static, runtime = splash_masks.lower(mask, 1, 12, 12, 4, 2)
+    plan, (some, _) = splash_masks.schedule(static, runtime, transposed=False), _tiles(mask, masks.Tiling(12, 12, 4, 2))
+    for row in range(3):
+        visited = plan.data_next[0, row][plan.block_mask[0, row] != masks.EMPTY]
+        assert sorted(visited) == np.flatnonzero(some[row]).tolist()
+
+
+def a_plan_follows_what_is_registered() -> None:
+    class Probe(ao.OperationImpl):
+        name = "probe_of_mutations"
+
+        @ao.forward()
+        def forward_native(self, request: ao.AttentionRequest) -> Any:
+            return request.query
+
+    class Other(Probe):
+        pass
+
+    x = jnp.zeros((1, 4, 1, 8))
+    try:
+        for cls in (Probe, Other):
+            ao.OperationRegistry.register(override=True)(cls)
+            assert ao.plan(cls.name, x, x, x, differentiable=False).implementation is cls
+    finally:
+        ao.OperationRegistry.unregister(Probe.name)
+
+
+def a_backend_that_is_asked_for_is_planned() -> None:
+    x = jnp.zeros((1, 256, 2, 64))
+    metadata = ao.OperationMetadata(backend="native")
+    assert ao.plan("blocksparse", x, x, x, metadata=metadata, device="tpu-v5e").route == "blocksparse/native"
+    assert ao.plan("blocksparse", x, x, x, device="tpu-v5e").route == "blocksparse/tpu"
+
+
+def rules_refuse_beyond_their_limit_and_not_at_it() -> None:
+    x = jnp.zeros((1, 16, 2, 64))
+    spec, device = ao.plan("vanilla", x, x, x).spec, ao.DeviceProfile.named("a100")
+    with_bias = dataclasses.replace(spec, bias_dtype=spec.dtype)
+    for rule, allowed, refused in (
+        (rules.HeadDim(maximum=64), (spec, device), (dataclasses.replace(spec, Dv=65), device)),
+        (rules.ComputeCapability((8, 0)), (spec, device), (spec, dataclasses.replace(device, compute_capability=(7, 5)))),
+        (rules.LengthMultiple(8), (spec, device), (dataclasses.replace(spec, S=17), device)),
+        (rules.BiasDtype(), (with_bias, device), (dataclasses.replace(spec, bias_dtype=np.dtype("float16")), device)),
+    ):
+        for (spec_asked, device_asked), is_refused in ((allowed, False), (refused, True)):
+            found = rule.check(spec_asked, ao.OperationMetadata(), device_asked)
+            assert (found is not None) == is_refused, rule
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        bounds_hold_what_the_array_says,
+        tile_work_visits_what_is_visible,
+        hidden_from_all_is_what_the_array_says,
+        splash_intervals_are_the_mask,
+        splash_schedule_visits_what_is_visible,
+        a_plan_follows_what_is_registered,
+        a_backend_that_is_asked_for_is_planned,
+        rules_refuse_beyond_their_limit_and_not_at_it,
+    )
+}
+
+# ---------------------------------------------------------------- the proof
+
+
+def _name(mutation) -> str:
+    return f"{mutation.where}: {mutation.fault}"
+
+
+def test_there_are_enough_and_each_is_another():
+    assert len(MUTATIONS) >= 40
+    assert len({(mutation.where, mutation.old) for mutation in MUTATIONS}) == len(MUTATIONS)
+    assert {mutation.case for mutation in CHECKED} == set(CHECKS)
+
+
+@pytest.mark.parametrize("route", sorted({mutation.route for mutation in SELFTEST}))
+def test_the_cases_are_in_the_table_of_the_selftest_and_pass_without_a_fault(route):
+    operation, _, backend = route.partition("/")
+    declared = ao.OperationRegistry.get(operation).routes[backend].declaration.supports
+    names = {mutation.case for mutation in SELFTEST if mutation.route == route}
+    checks = {name for name in names if name.startswith(DECLARATIONS)}
+    grid = (table.full if backend == "native" else table.interpreted)(declared)
+    assert names - checks <= {case.name for case in grid}
+    for found in filter(None, (names - checks, checks)):
+        report = _selftest(route, *sorted(found))
+        assert report.ok, [str(failure) for failure in report.failures]
+        assert sum(one.cases for one in report.routes) == len(found)
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_the_checks_pass_without_a_fault(check):
+    check()
+
+
+@pytest.mark.parametrize("mutation", SELFTEST, ids=_name)
+def test_the_selftest_convicts(mutation):
+    with mutation.planted():
+        report = _selftest(mutation.route, mutation.case)
+    assert not report.ok
+    broken = [failure for failure in report.failures if failure.quantity == "raised" and "ValueError" not in failure.problem]
+    assert not broken, "the fault does not run, which any call would show"
+
+
+@pytest.mark.parametrize("mutation", CHECKED, ids=_name)
+def test_the_check_convicts(mutation):
+    with mutation.planted(), pytest.raises(AssertionError):
+        CHECKS[mutation.case]()
+
+
+def test_the_page_lists_them():
+    text = PAGE.read_text()
+    assert page(text) == text, "stale: run python tests/selftest/mutations.py"
