@@ -688,7 +688,8 @@ ROWS = [
         lambda s: falling_back(s),
         ao.UnknownOperationError,
         "no_luck falls back on 'vanila': no operation is named 'vanila'; known are vanilla, xla, flash, cudnn_flash, splash, "
-        "no_luck, cuda_flash_attn2, flash_attn2, auto, sdpa, autoregressive_decodeattn, cudnn, blockwise, blocksparse",
+        "no_luck, cuda_flash_attn2, flash_attn2, auto, ring, sdpa, autoregressive_decodeattn, cudnn, ulysses, blockwise, "
+        "blocksparse",
     ),
     Row(
         lambda s: s.registry.register(name="flash")(Plain),
