@@ -5,6 +5,7 @@ An operation that cannot take a request may fall back; what counts is that the a
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -25,12 +26,7 @@ from attention_ops.selftest.execution import compiler_options
 CASES = tuple(range(1, 102, 2))
 """The numbers of the reports. A test is named after those that it is made from."""
 
-ELSEWHERE = {
-    95: "needs eight devices: tests/test_mesh.py, batch_1 over dp=8 and decode over sp=8",
-    97: "needs eight devices: tests/test_mesh.py, gqa and mqa over tp=8",
-    99: "needs eight devices: tests/test_mesh.py, gradients of every ring case",
-    101: "needs eight devices: tests/test_mesh.py, explicit axes",
-}
+ELSEWHERE = dict.fromkeys((95, 97, 99, 101), "about meshes and rings, which need eight devices: the tests of sharding have them")
 """Cases without a test here, and why."""
 
 OPERATIONS = ("vanilla", "sdpa", "flash", "blocksparse", "cudnn_flash", "auto")
@@ -61,17 +57,24 @@ def _agrees(op: str, q, k, v, atol=2e-5, **options: Any) -> np.ndarray:
 
 def _gradients_agree(op: str, q, k, v, atol=5e-5, **options: Any) -> None:
     d_output = np.random.default_rng(9).standard_normal((*q.shape[:3], v.shape[3])).astype(np.float32)
-    bias = options.pop("bias", None)
-
-    def loss(q, k, v, bias):
-        return jnp.sum(d_output * ao.attention(q, k, v, impl=op, bias=bias, **options).attention_outputs)
-
-    wanted = (0, 1, 2) if bias is None else (0, 1, 2, 3)
-    found = jax.jit(jax.grad(loss, argnums=wanted))(q, k, v, bias)
-    given = {**options, "bias": bias}
-    want = reference.attention(q, k, v, {n: x for n, x in given.items() if x is not None}).gradients(d_output)
-    for name, gradient in zip(("query", "key", "value", "bias"), found, strict=False):
+    data = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
+    static = tuple((name, x) for name, x in options.items() if name not in data)
+    route = ao.plan(op, q, k, v, **options).route
+    found = _gradients(route, static, {"query": q, "key": k, "value": v}, data, d_output)
+    want = reference.attention(q, k, v, options).gradients(d_output)
+    for name, gradient in found.items():
         np.testing.assert_allclose(gradient, getattr(want, name), atol=atol, err_msg=name)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gradients(route: str, static: Any, arrays: Any, data: Any, d_output: Any) -> Any:
+    """Return the gradients of the arrays and of a bias. Names that lead to the same route share its program."""
+    trained = arrays | {name: data[name] for name in ("bias",) if name in data}
+
+    def loss(trained):
+        return jnp.sum(d_output * ao.attention(impl=route, **(data | trained), **dict(static)).attention_outputs)
+
+    return jax.grad(loss)(trained)
 
 
 @every_operation
