@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import os
 import subprocess
 import sys
 
@@ -60,7 +61,7 @@ print("equal")
 def test_the_numbers_of_one_device():
     result = subprocess.run(
         [sys.executable, "-c", ON_EIGHT_DEVICES],
-        env={**__import__("os").environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"},
         capture_output=True,
         text=True,
         timeout=400,
