@@ -62,27 +62,70 @@ def _share(part: Array, whole: Array) -> Array:
 
 
 class _Ring(NamedTuple):
+    """A ring, and where the pieces of a device's part of the sequence stand: one after the other, or one from each end.
+
+    In zigzag order device i of n has piece i and piece 2n - 1 - i, so that under a causal mask all have the same to do.
+    """
+
     attend: Attend
     axes: Axes
     devices: int
+    zigzag: bool
 
-    def at(self, query: Any, key: Any) -> tuple[int, int, Any]:
-        """Return the local lengths and which part of the queries is here."""
-        return query.shape[1], key.shape[1], jax.lax.axis_index(self.axes)
+    @property
+    def pieces(self) -> int:
+        return 2 if self.zigzag else 1
+
+    def starts(self, device: Any, length: int) -> tuple[Any, ...]:
+        """Return the positions at which the pieces of a device begin, each of `length`."""
+        last = 2 * self.devices - 1 - device
+        return (device * length, last * length) if self.zigzag else (device * length,)
 
     def passed_on(self, x: Any) -> Any:
         """Give every device what the one before it had."""
         steps = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree_util.tree_map(lambda x: jax.lax.ppermute(x, self.axes, steps), x)
 
+    def into_order(self, x: Array) -> Array:
+        """Take [B, length, ...] from positions in order to the order of the ring: two permutes of half a part each."""
+        if not self.zigzag:
+            return x
+        even, odd = (jax.lax.ppermute(half, self.axes, self._moves(n)) for n, half in enumerate(jnp.split(x, 2, axis=1)))
+        return self._swapped(even, odd)
 
-def ring(attend: Attend, axes: Axes, query: Any, key: Any, value: Any, mask: Mask | None, bias: Any) -> Found:
+    def out_of_order(self, x: Array) -> Array:
+        """Undo `into_order`."""
+        if not self.zigzag:
+            return x
+        swapped = self._swapped(*jnp.split(x, 2, axis=1))
+        halves = (
+            jax.lax.ppermute(half, self.axes, [(b, a) for a, b in self._moves(n)])
+            for n, half in enumerate(jnp.split(swapped, 2, axis=1))
+        )
+        return jnp.concatenate(tuple(halves), axis=1)
+
+    def _moves(self, half: int) -> list[tuple[int, int]]:
+        """Return where the first (0) or second (1) half of every device goes. Pieces of one half all go to different devices."""
+        pieces = [2 * device + half for device in range(self.devices)]
+        return [(n, piece if piece < self.devices else 2 * self.devices - 1 - piece) for n, piece in enumerate(pieces)]
+
+    def _swapped(self, a: Array, b: Array) -> Array:
+        """Join two pieces, on devices of an odd number the second before the first."""
+        is_odd = jax.lax.axis_index(self.axes) % 2 == 1
+        return jnp.concatenate((jnp.where(is_odd, b, a), jnp.where(is_odd, a, b)), axis=1)
+
+
+def ring(attend: Attend, axes: Axes, query: Any, key: Any, value: Any, mask: Mask | None, bias: Any, *, zigzag: bool) -> Found:
     """Attend all keys with the local queries while the parts of the keys go round: memory of one part, n - 1 hops.
 
-    Parts that the mask hides from all local queries are passed on without being attended. The backward goes round too and
-    attends every part again, so a call keeps no more than its inputs, its output and the logsumexp.
+    Pieces that the mask hides from all local queries are passed on without being attended. The backward goes round too and
+    attends every piece again, so a call keeps no more than its inputs, its output and the logsumexp. `zigzag` attends in an
+    order that gives all devices the same work under a causal mask; the arrays come and go with positions in order.
     """
-    return Found(*_ring(_Ring(attend, axes, jax.lax.axis_size(axes)), query, key, value, mask, bias))  # type: ignore[misc]
+    ring = _Ring(attend, axes, jax.lax.axis_size(axes), zigzag)
+    query, key, value = (ring.into_order(x) for x in (query, key, value))
+    output, logsumexp = _ring(ring, query, key, value, mask, bias)  # type: ignore[misc]
+    return Found(ring.out_of_order(output), ring.out_of_order(logsumexp))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -90,35 +133,58 @@ def _ring(ring: _Ring, query: Any, key: Any, value: Any, mask: Any, bias: Any) -
     return _forward(ring, query, key, value, mask, bias)
 
 
-def _part(ring: _Ring, query: Any, key: Any, mask: Mask | None, source: Any) -> tuple[Mask | None, Any]:
-    """Return the mask of the part of the keys that began on device `source`, and whether it shows anything."""
-    T, S, here = ring.at(query, key)
-    if mask is None:
-        return None, True
-    part = mask.cut(here * T, T, source * S, S)
-    may, _ = part.bounds(Tiling(T, S, T, S), jnp)
-    return part, jnp.any(jnp.asarray(may))
+class _Pair(NamedTuple):
+    """One piece of the queries and one of the keys: which they are, and where they stand."""
+
+    row_piece: int
+    col_piece: int
+    T: int
+    S: int
+    row: Any
+    col: Any
+
+    def rows(self, x: Array) -> Array:
+        return jax.lax.slice_in_dim(x, self.row_piece * self.T, (self.row_piece + 1) * self.T, axis=1)
+
+    def cols(self, x: Array) -> Array:
+        return jax.lax.slice_in_dim(x, self.col_piece * self.S, (self.col_piece + 1) * self.S, axis=1)
+
+    def attended(self, ring: _Ring, query: Any, key: Any, value: Any, mask: Mask | None, bias: Any) -> Found:
+        part = None if mask is None else mask.cut(self.row, self.T, self.col, self.S)
+        of_bias = bias_part(bias, self.row, self.T, self.col, self.S)
+        return ring.attend(self.rows(query), self.cols(key), self.cols(value), part, of_bias)
+
+    def if_visible(self, mask: Mask | None, seen: Callable[[], Any], otherwise: Any) -> Any:
+        """Return `seen()` if the mask shows something of the pair: a real branch on each device."""
+        if mask is None:
+            return seen()
+        may, _ = mask.cut(self.row, self.T, self.col, self.S).bounds(Tiling(self.T, self.S, self.T, self.S), jnp)
+        return jax.lax.cond(jnp.any(jnp.asarray(may)), seen, lambda: otherwise)
 
 
-def _attended(ring: _Ring, query: Any, key: Any, value: Any, part: Mask | None, bias: Any, source: Any) -> Found:
-    T, S, here = ring.at(query, key)
-    return ring.attend(query, key, value, part, bias_part(bias, here * T, T, source * S, S))
+def _pairs(ring: _Ring, query: Any, key: Any, source: Any) -> list[_Pair]:
+    """Return the pairs of the local queries and the keys that began on device `source`."""
+    T, S = query.shape[1] // ring.pieces, key.shape[1] // ring.pieces
+    rows, cols = ring.starts(jax.lax.axis_index(ring.axes), T), ring.starts(source, S)
+    return [_Pair(i, j, T, S, row, col) for i, row in enumerate(rows) for j, col in enumerate(cols)]
 
 
 def _forward(ring: _Ring, query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Array, Array]:
     here = jax.lax.axis_index(ring.axes)
 
     def attend(state: Any, key: Any, value: Any, source: Any) -> Any:
-        part, visible = _part(ring, query, key, mask, source)
+        state = list(state)
+        for pair in _pairs(ring, query, key, source):
+            output, logsumexp = state[pair.row_piece]
 
-        def seen() -> Any:
-            output, logsumexp = state
-            found = _attended(ring, query, key, value, part, bias, source)
-            whole = jnp.logaddexp(logsumexp, found.logsumexp)
-            new = found.output.astype(output.dtype) * _share(found.logsumexp, whole)[..., None]
-            return output * _share(logsumexp, whole)[..., None] + new, whole
+            def seen(pair: _Pair = pair, output: Any = output, logsumexp: Any = logsumexp) -> Any:
+                found = pair.attended(ring, query, key, value, mask, bias)
+                whole = jnp.logaddexp(logsumexp, found.logsumexp)
+                new = found.output.astype(output.dtype) * _share(found.logsumexp, whole)[..., None]
+                return output * _share(logsumexp, whole)[..., None] + new, whole
 
-        return seen() if visible is True else jax.lax.cond(visible, seen, lambda: state)
+            state[pair.row_piece] = pair.if_visible(mask, seen, (output, logsumexp))
+        return tuple(state)
 
     def hop(carry: Any, step: Any) -> Any:
         state, key, value = carry
@@ -126,12 +192,13 @@ def _forward(ring: _Ring, query: Any, key: Any, value: Any, mask: Any, bias: Any
         state = attend(state, key, value, (here - step) % ring.devices)
         return (state, *following), None
 
-    shapes = jax.eval_shape(lambda: _attended(ring, query, key, value, _part(ring, query, key, mask, here)[0], bias, here))
-    dtype, whole = shapes.logsumexp.dtype, shapes.logsumexp.shape
-    state = jnp.zeros(shapes.output.shape, dtype), jnp.full(whole, NEG_INF, dtype)
-    (state, key, value), _ = jax.lax.scan(hop, (state, key, value), jnp.arange(ring.devices - 1, dtype=jnp.int32))
-    output, logsumexp = attend(state, key, value, (here + 1) % ring.devices)
-    return output.astype(shapes.output.dtype), logsumexp
+    shapes = jax.eval_shape(lambda: _pairs(ring, query, key, here)[0].attended(ring, query, key, value, mask, bias))
+    dtype = shapes.logsumexp.dtype
+    empty = jnp.zeros(shapes.output.shape, dtype), jnp.full(shapes.logsumexp.shape, NEG_INF, dtype)
+    steps = jnp.arange(ring.devices - 1, dtype=jnp.int32)
+    (state, key, value), _ = jax.lax.scan(hop, ((empty,) * ring.pieces, key, value), steps)
+    outputs, statistics = zip(*attend(state, key, value, (here + 1) % ring.devices), strict=True)
+    return jnp.concatenate(outputs, axis=1).astype(shapes.output.dtype), jnp.concatenate(statistics, axis=1)
 
 
 def _ring_fwd(ring: _Ring, query: Any, key: Any, value: Any, mask: Any, bias: Any) -> Any:
@@ -144,28 +211,30 @@ def _ring_bwd(ring: _Ring, residuals: Any, cotangents: Any) -> Any:
     d_output, d_logsumexp = cotangents
     dtype = logsumexp.dtype
     here = jax.lax.axis_index(ring.axes)
-    d_output = d_output.astype(dtype)
+    d_output = jnp.asarray(d_output, dtype)
     through_sum = jnp.sum(d_output * output.astype(dtype), axis=-1) - d_logsumexp
 
     def add(gradients: Any, key: Any, value: Any, source: Any) -> Any:
-        part, visible = _part(ring, query, key, mask, source)
+        for pair in _pairs(ring, query, key, source):
 
-        def seen() -> Any:
-            run = functools.partial(_attended, ring, part=part, source=source)
-            found, pull_back = jax.vjp(lambda q, k, v, b: run(q, k, v, bias=b), query, key, value, bias)
-            share = _share(found.logsumexp, logsumexp)
-            of_output = jnp.where(share[..., None] == 0, 0, d_output * share[..., None])
-            own = jnp.sum(of_output * found.output.astype(dtype), axis=-1)
-            of_logsumexp = jnp.where(share == 0, 0, own - share * through_sum)
-            new = pull_back(Found(of_output.astype(found.output.dtype), of_logsumexp))
-            return jax.tree_util.tree_map(lambda old, new: old + new.astype(old.dtype), gradients, new)
+            def seen(pair: _Pair = pair, gradients: Any = gradients) -> Any:
+                found, pull_back = jax.vjp(
+                    lambda query, key, value, bias: pair.attended(ring, query, key, value, mask, bias), query, key, value, bias
+                )
+                share = _share(found.logsumexp, pair.rows(logsumexp))
+                of_output = jnp.where(share[..., None] == 0, 0, pair.rows(d_output) * share[..., None])
+                own = jnp.sum(of_output * found.output.astype(dtype), axis=-1)
+                of_logsumexp = jnp.where(share == 0, 0, own - share * pair.rows(through_sum))
+                new = pull_back(Found(of_output.astype(found.output.dtype), of_logsumexp))
+                return jax.tree_util.tree_map(lambda old, new: old + new.astype(old.dtype), gradients, new)
 
-        return seen() if visible is True else jax.lax.cond(visible, seen, lambda: gradients)
+            gradients = pair.if_visible(mask, seen, gradients)
+        return gradients
 
     def hop(carry: Any, step: Any) -> Any:
-        (d_query, d_key, d_value, d_bias), key, value = carry
+        gradients, key, value = carry
         following = ring.passed_on((key, value))
-        d_query, d_key, d_value, d_bias = add((d_query, d_key, d_value, d_bias), key, value, (here - step) % ring.devices)
+        d_query, d_key, d_value, d_bias = add(gradients, key, value, (here - step) % ring.devices)
         d_key, d_value = ring.passed_on((d_key, d_value))
         return ((d_query, d_key, d_value, d_bias), *following), None
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from attention_ops import sequence
 from attention_ops.features import Feature
-from attention_ops.masks import Chunked, Dense, Mask, Positional, Segments
+from attention_ops.masks import Causal, Chunked, Dense, Mask, Positional, Segments, Window
 from attention_ops.metadata import OperationMetadata
 from attention_ops.request import AttentionOutput, AttentionRequest, RequestSpec
 
@@ -41,6 +41,7 @@ class Layout:
         batch_parts, head_parts, sequence_parts: in how many parts.
         has_own_keys: whether the key/value heads are split like the query heads; else each device takes those it needs of all.
         way: over the sequence, "gather", "merge", "ring" or "ulysses"; "" where it is whole.
+        zigzag: whether a ring attends two pieces of the sequence on each device, one from each end.
         notes: what is replicated, and what that costs.
         refusals: why the way that was asked for cannot be gone.
     """
@@ -53,28 +54,29 @@ class Layout:
     sequence_parts: int
     has_own_keys: bool
     way: str
+    zigzag: bool = False
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
 
     @property
-    def query_parts(self) -> int:
-        return self.sequence_parts if self.way in ("gather", "ring") else 1
-
-    @property
-    def key_parts(self) -> int:
-        return self.sequence_parts if self.way in ("merge", "ring") else 1
-
-    @property
     def query_axes(self) -> tuple[str, ...]:
-        return self.sequence if self.query_parts > 1 else ()
+        return self.sequence if self.way in ("gather", "ring") else ()
 
     @property
     def key_axes(self) -> tuple[str, ...]:
-        return self.sequence if self.key_parts > 1 else ()
+        return self.sequence if self.way in ("merge", "ring") else ()
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces a sequence is attended that the mesh splits."""
+        return self.sequence_parts * (2 if self.zigzag else 1)
 
     def __str__(self) -> str:
         text = f"batch over {list(self.batch)} in {self.batch_parts}, heads over {list(self.heads)} in {self.head_parts}"
-        return f"{text}, sequence over {list(self.sequence)} in {self.sequence_parts} ({_WAYS[self.way]})" if self.way else text
+        return f"{text}, sequence over {list(self.sequence)} in {self.sequence_parts} ({self._way()})" if self.way else text
+
+    def _way(self) -> str:
+        return _WAYS[self.way] + (", two pieces to a device, one from each end" if self.zigzag else "")
 
 
 _WAYS = {
@@ -140,7 +142,16 @@ def layout(spec: RequestSpec, metadata: OperationMetadata, way: str = "gather") 
     if not has_own_keys:
         _replicate(metadata, notes, "key/value heads", spec.K, ", ".join(heads), head_parts, "each takes the heads it reads")
     batch_parts = math.prod(sizes[axis] for axis in batch)
-    return Layout(batch, heads, axes, batch_parts, head_parts, n, has_own_keys, way, tuple(notes), refusals)
+    zigzag = way == "ring" and _is_uneven(spec, n)
+    return Layout(batch, heads, axes, batch_parts, head_parts, n, has_own_keys, way, zigzag, tuple(notes), refusals)
+
+
+def _is_uneven(spec: RequestSpec, n: int) -> bool:
+    """Whether positions in order would give the last of n devices most of the work, and two pieces for each are possible."""
+    leaves = () if spec.mask is None else spec.mask.conjuncts()
+    is_causal = any(isinstance(leaf, Causal) for leaf in leaves) and not any(isinstance(leaf, Window) for leaf in leaves)
+    is_cut = any(isinstance(leaf, Chunked) and (spec.S // (2 * n)) % leaf.size for mask in leaves for leaf in mask.leaves())
+    return is_causal and not is_cut and spec.T == spec.S and spec.T % (2 * n) == 0
 
 
 def _replicate(
@@ -224,7 +235,8 @@ def local_spec(spec: RequestSpec, metadata: OperationMetadata, way: str = "gathe
 def _local_spec(spec: RequestSpec, split: Layout) -> RequestSpec:
     B, H = spec.B // split.batch_parts, spec.H // split.head_parts
     K = spec.K // split.head_parts if split.has_own_keys else _needed_heads(spec, H)
-    T, S = spec.T // split.query_parts, spec.S // split.key_parts
+    T = spec.T // split.pieces if split.query_axes else spec.T
+    S = spec.S // split.pieces if split.key_axes else spec.S
     bias = spec.bias_shape
     if bias is not None:
         bias = (min(bias[0], B), min(bias[1], H), min(bias[2], T), min(bias[3], S))
@@ -314,7 +326,13 @@ def transfers(spec: RequestSpec, split: Layout) -> tuple[Transfer, ...]:
     if split.way == "gather":
         return (Transfer("keys and values, gathered", keys * (n - 1), 1),)
     if split.way == "ring":
-        return (Transfer("keys and values, one part a hop", keys * (n - 1), n - 1),)
+        around = (Transfer("keys and values, one part a hop", keys * (n - 1), n - 1),)
+        own = B * spec.T * H * (spec.D + spec.Dv) * item // n + keys
+        return (
+            (Transfer("queries, keys, values and outputs, into zigzag order and back", own, 2), *around)
+            if split.zigzag
+            else around
+        )
     if split.way == "merge":
         rows, statistic = B * spec.T * H, spec.softmax_dtype.itemsize
         summed = Transfer("outputs, summed", 2 * rows * spec.Dv * statistic * (n - 1) // n, 1)
@@ -409,7 +427,7 @@ def _in_parts(
         assert output.logsumexp is not None
         return sequence.Found(output.attention_outputs, output.logsumexp)
 
-    way = sequence.ring if split.way == "ring" else sequence.merged
+    way = functools.partial(sequence.ring, zigzag=split.zigzag) if split.way == "ring" else sequence.merged
     output, logsumexp = way(attend, split.sequence, query, key, value, mask, bias)
     if sinks is not None:
         total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(sinks.astype(logsumexp.dtype), axis=-1))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import os
+import re
 import subprocess
 import sys
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import attention_ops as ao
-from attention_ops import masks
+from attention_ops import masks, sequence
 from attention_ops.sharding import layout
 
 ON_EIGHT_DEVICES = """
@@ -128,8 +128,9 @@ def test_else_it_is_replicated_and_the_plan_says_so(sizes, names, note, local):
     ("impl", "T", "options", "way", "local"),
     [
         ("flash", 16, {}, "gather", (4, 16)),
-        ("ring", 16, {}, "ring", (4, 4)),
-        ("auto", 16, {}, "ring", (4, 4)),
+        ("ring", 16, {}, "ring", (2, 2)),
+        ("auto", 16, {"sliding_window": (3, 0)}, "ring", (4, 4)),
+        ("auto", 12, {"query_offset": 4}, "ring", (3, 4)),
         ("ring", 1, {}, "merge", (1, 4)),
         ("vanilla", 1, {}, "merge", (1, 4)),
         ("vanilla", 1, {"return_weights": True}, "", (1, 16)),
@@ -143,6 +144,28 @@ def test_the_way_over_a_sequence_axis(impl, T, options, way, local):
     assert (f"({way}:" in note) if way else "sequence over" not in note
     assert local == (plan.spec.T, plan.spec.S)
     assert not plan.is_fallback
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_in_zigzag_order_all_devices_see_as_much_of_a_causal_mask(n):
+    zigzag = sequence._Ring(lambda *_: None, ("sp",), n, True)  # type: ignore[arg-type, return-value]
+    starts = [zigzag.starts(device, 4) for device in range(n)]
+    assert sorted(start for both in starts for start in both) == list(range(0, 8 * n, 4))
+    keys = [start for both in starts for start in both]
+    assert {sum(key <= row for row in rows for key in keys) for rows in starts} == {2 * n + 1}
+
+
+def test_zigzag_is_for_causal_masks_without_a_window():
+    metadata = _metadata((4,), ("sp",))
+
+    def is_zigzag(**options):
+        return "one from each end" in str(ao.plan("ring", *SHAPES, metadata=metadata, **options))
+
+    assert is_zigzag(causal=True)
+    assert is_zigzag(mask=ao.masks.Causal() & ao.masks.Chunked(2))
+    assert not is_zigzag()
+    assert not is_zigzag(causal=True, sliding_window=(3, 0))
+    assert not is_zigzag(mask=ao.masks.Causal() & ao.masks.Chunked(4))
 
 
 def test_a_ring_that_cannot_go_round_is_refused_and_falls_back_with_a_warning():
