@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -34,7 +34,7 @@ from attention_ops.operation import OperationImpl
 from attention_ops.planner import Chain, Plan, make_plan
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
-from attention_ops.sharding import is_local, run_sharded
+from attention_ops.sharding import is_local, run_sharded, sequence_devices
 
 Impl = str | Sequence[str]
 ENVIRONMENT = "ATTENTION_OPS_IMPL"
@@ -278,8 +278,14 @@ class _Executable:
     def backend(self) -> str:
         return self.route.rpartition("/")[2]
 
+    @property
+    def is_ring(self) -> bool:
+        return self.way == "ring" and sequence_devices(self.metadata) > 1
+
     def subject(self, dtype: Any) -> Subject:
-        return Subject(self.route, self.implementation.routes[self.backend].declaration.derivatives_of(dtype))
+        """Return the route with its derivatives; those of a ring, which has a backward of its own, are gradients."""
+        declared = self.implementation.routes[self.backend].declaration.derivatives_of(dtype)
+        return Subject(self.route, Derivatives.GRADIENT if self.is_ring else declared)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -302,25 +308,42 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
         key=request.key.astype(spec.dtype),
         value=request.value.astype(spec.dtype),
     )
-    operation = executable.implementation(executable.metadata)
+    operation, mesh = executable.implementation(executable.metadata), executable.metadata.mesh
+    is_plain = executable.subject(spec.dtype).derivatives is Derivatives.ANY
 
-    def run_route(request: AttentionRequest) -> AttentionOutput:
-        output = getattr(operation, executable.method)(request)
+    def run(request: AttentionRequest) -> AttentionOutput:
+        with _as_route(executable):
+            output = getattr(operation, executable.method)(request)
         return _checked(output, request, executable.route)
 
-    def run(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> AttentionOutput:
+    def run_on_mesh(request: AttentionRequest) -> AttentionOutput:
+        on_one_device = run if is_plain or executable.is_ring else functools.partial(_with_names, run)
+        with _as_route(executable):
+            return run_sharded(on_one_device, request, executable.metadata, executable.way)
+
+    if is_plain:
+        output = run(request) if mesh is None else run_on_mesh(request)
+        return dataclasses.replace(output, attention_outputs=checkpoint_name(output.attention_outputs, OUTPUT_NAME))
+    if mesh is not None and not executable.is_ring:
+        return run_on_mesh(request)  # what is kept has its names on each device, where it is told from the inputs
+    return _with_names(run if mesh is None else run_on_mesh, request)
+
+
+@contextlib.contextmanager
+def _as_route(executable: _Executable) -> Iterator[None]:
+    with jax.named_scope(f"attention_ops/{executable.route}"), own_promotion():
+        yield
+
+
+def _with_names(run: Callable[[AttentionRequest], AttentionOutput], request: AttentionRequest) -> AttentionOutput:
+    """Run a route with a custom backward, with names on what that keeps."""
+
+    def run_parts(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> AttentionOutput:
         query, key, value, bias, sinks = inputs
-        whole = AttentionRequest(query, key, value, others[0], bias, sinks, others[1], spec)
-        with jax.named_scope(f"attention_ops/{executable.route}"), own_promotion():
-            mesh = executable.metadata.mesh
-            return run_route(whole) if mesh is None else run_sharded(run_route, whole, executable.metadata, executable.way)
+        return run(AttentionRequest(query, key, value, others[0], bias, sinks, others[1], request.spec))
 
     inputs = tuple(getattr(request, name) for name in _DIFFERENTIABLE)
-    others = request.mask, request.dropout_key
-    if executable.subject(spec.dtype).derivatives is not Derivatives.ANY:
-        return with_named_residuals(run, inputs, others)
-    output = run(inputs, others)
-    return dataclasses.replace(output, attention_outputs=checkpoint_name(output.attention_outputs, OUTPUT_NAME))
+    return with_named_residuals(run_parts, inputs, (request.mask, request.dropout_key))
 
 
 def _empty(request: AttentionRequest) -> AttentionOutput:

@@ -24,18 +24,13 @@ from attention_ops.selftest import reference
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "transforms.md"
 BEGIN, END = "<!-- transforms: begin, written by tests/test_transforms.py -->", "<!-- transforms: end -->"
-OPERATIONS = ("vanilla", "sdpa", "flash", "blocksparse", "cudnn_flash", "auto")
+OPERATIONS = ("vanilla", "sdpa", "flash", "blocksparse")
+"""Those with a route of their own on the CPU."""
+LEAD = {"auto": "vanilla", "cudnn_flash": "flash", "ring": "blocksparse", "ulysses": "blocksparse"}
+"""Other names, and whose route they lead to without a mesh."""
 SILENT = ao.OperationMetadata(fallback="silent")
 B, T, H, K, D = 2, 4, 2, 1, 3
 LEVELS = (Derivatives.GRADIENT, Derivatives.HESSIAN, Derivatives.ANY)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    """Small programs that run a few times: compiling them is most of the time these tests take."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # ---------------------------------------------------------------- the call that is transformed
@@ -446,9 +441,11 @@ def has(call: Call, wanted: Transform) -> bool:
 
 
 def table() -> str:
-    lines = ["| transform | " + " | ".join(f"`{op}`" for op in OPERATIONS) + " |", "|---" * (len(OPERATIONS) + 1) + "|"]
+    names = (*OPERATIONS, *LEAD)
+    lines = ["| transform | " + " | ".join(f"`{op}`" for op in names) + " |", "|---" * (len(names) + 1) + "|"]
     for name, wanted in TRANSFORMS.items():
-        lines.append(f"| {name} | " + " | ".join("yes" if has(Call(op), wanted) else "error" for op in OPERATIONS) + " |")
+        cells = ("yes" if has(Call(LEAD.get(op, op)), wanted) else "error" for op in names)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join([BEGIN, "", *lines, "", END])
 
 
@@ -456,8 +453,10 @@ def test_the_page_has_the_table_of_these_tests():
     assert table() in PAGE.read_text(), f"{PAGE.name} is stale: run python tests/test_transforms.py"
 
 
-def test_no_operation_of_the_registry_is_left_out():
-    assert set(OPERATIONS) == set(ao.OperationRegistry.names())
+def test_every_other_name_of_the_registry_leads_to_one_of_these_routes():
+    assert {*OPERATIONS, *LEAD} == set(ao.OperationRegistry.names())
+    for name, leads_to in LEAD.items():
+        assert Call(name).route == Call(leads_to).route == f"{leads_to}/native"
 
 
 # ---------------------------------------------------------------- what the errors catch
@@ -610,7 +609,7 @@ def _loops(function: Callable[..., Any], *arrays: Any) -> int:
     return count(jax.make_jaxpr(function)(*arrays).jaxpr)
 
 
-@pytest.mark.parametrize("op", ["flash", "blocksparse", "cudnn_flash"])
+@pytest.mark.parametrize("op", ["flash", "blocksparse"])
 @pytest.mark.parametrize("extra", [{}, {"softmax_aux": np.float32([0.5, -0.5])}], ids=["plain", "sinks"])
 def test_saving_the_named_residuals_keeps_the_forward_kernel_from_running_again(op, extra, capsys):
     inputs = {name: np.nan_to_num(x) for name, x in Call(op).inputs.items()}

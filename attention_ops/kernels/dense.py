@@ -74,7 +74,7 @@ def dense_attention(
     return DenseOutput(output_with_sinks(output, highest, total, sinks, dtype), weights * share, logsumexp)
 
 
-_LONG, _PART = 1 << 14, 1 << 10
+_LONG, _PART = 1 << 12, 1 << 10
 
 
 def _weighted_sum(weights: Float[Array, "B K G T S"], value: Float[Array, "B S K Dv"]) -> Float[Array, "B T K G Dv"]:

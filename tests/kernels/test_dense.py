@@ -29,7 +29,7 @@ def test_sinks_far_above_and_below_the_logits_and_absent_ones_with_an_empty_row(
         np.testing.assert_allclose(found, getattr(gradients, name), atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("S", [(1 << 14) - 1, (1 << 14) + 5])
+@pytest.mark.parametrize("S", [(1 << 12) - 1, (1 << 12) + 5])
 def test_a_long_row_is_the_same_in_parts(S):
     rng = np.random.default_rng(0)
     query = rng.standard_normal((1, 2, 2, 4)).astype(np.float32)
@@ -42,5 +42,5 @@ def test_a_long_row_is_the_same_in_parts(S):
 
     output, pull = jax.vjp(jax.jit(call), value)
     law = reference.attention(query, key, value, {"kv_lengths": lengths})
-    np.testing.assert_allclose(output, law.output, atol=2e-8)  # numbers of 0.01
-    np.testing.assert_allclose(pull(jnp.ones_like(output))[0], law.gradients(np.ones_like(output)).value, atol=1e-8)
+    np.testing.assert_allclose(output, law.output, atol=4e-8)  # numbers of 0.02
+    np.testing.assert_allclose(pull(jnp.ones_like(output))[0], law.gradients(np.ones_like(output)).value, atol=2e-8)
