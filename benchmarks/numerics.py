@@ -357,12 +357,14 @@ def breaches(case: Case, dtype: np.dtype, errors: Mapping[str, Mapping[str, Erro
 
 def page(measured: Mapping[tuple[Case, np.dtype], Mapping[str, Mapping[str, Error]]]) -> str:
     """Return the generated part of the page."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "torch"))
+    packages = ("jax", "torch") if "PyTorch" in systems() else ("jax",)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     lines = [BEGIN, "", f"Run on the CPU with {versions}; {SEEDS} draws of each case.", ""]
     columns = list(systems())
     for case in dict.fromkeys(case for case, _ in measured):
         header = ["dtype", "of", *(f"`{name}`" if name not in PEERS else name for name in columns), "ratio"]
-        lines += [f"### {case.name.capitalize()}", "", f"{case.about[0].upper()}{case.about[1:]}.", "", f"| {' | '.join(header)} |"]
+        about = f"{case.about[0].upper()}{case.about[1:]}."
+        lines += [f"### {case.name.capitalize()}", "", about, "", f"| {' | '.join(header)} |"]
         lines.append("|---" * len(header) + "|")
         why: dict[str, list[str]] = {}
         for (_, dtype), errors in ((key, value) for key, value in measured.items() if key[0] is case):
