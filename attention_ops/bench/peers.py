@@ -86,10 +86,10 @@ def _blocks(options: dict[str, Any]) -> str:
 
 @functools.cache
 def _torch() -> Any:
-    if importlib.util.find_spec("torch") is None:
-        raise Unavailable("torch is not installed: pip install 'attention-ops[peers]'")
     if jax.default_backend() != "cpu":
         raise Unavailable(f"PyTorch is measured on the CPU only, and JAX runs on {jax.default_backend()}")
+    if importlib.util.find_spec("torch") is None:
+        raise Unavailable("torch is not installed: pip install 'attention-ops[peers]'")
     import torch  # pyright: ignore[reportMissingImports]  # in the extra `peers`
 
     torch.set_num_threads(cores())

@@ -210,7 +210,7 @@ def _tile_by_tile(
 
 def _attend_bwd(settings: BlockwiseSettings, residuals: Any, cotangents: Any) -> Any:
     query, key, value, mask, bias, sinks, output, logsumexp, total = residuals
-    d_output, d_logsumexp = cotangents
+    d_output, d_logsumexp = (jnp.asarray(x) for x in cotangents)  # a caller may hand in numpy arrays
     dtype = settings.softmax_dtype
     shape = settings.shape(query.shape, key.shape, is_backward=True)
     empty = logsumexp == NEG_INF
@@ -238,7 +238,7 @@ def _backward_tiles(
     value: Any,
     mask: Any,
     bias: Any,
-    d_output: Any,
+    d_output: Array,
     kept: Array | None,
     delta: Array,
     anchor: Array,
