@@ -431,6 +431,7 @@ def _in_parts(
     output, logsumexp = way(attend, split.sequence, query, key, value, mask, bias)
     if sinks is not None:
         total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(sinks.astype(logsumexp.dtype), axis=-1))
+        total = jnp.where(total == -jnp.inf, 0, total)
         output = (output.astype(logsumexp.dtype) * jnp.exp(logsumexp - total)[..., None]).astype(output.dtype)
     return AttentionOutput(output, logsumexp=logsumexp if spec.want_logsumexp else None)
 

@@ -144,6 +144,7 @@ def _forward(
     total = logsumexp
     if sinks is not None:
         total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(sinks.astype(dtype), axis=-1))
+        total = jnp.where(total == NEG_INF, 0, total)  # neither keys nor sinks: every share is 0
         output = output * jnp.exp(logsumexp - total)[..., None]
     return output.astype(query.dtype), logsumexp, total
 

@@ -115,6 +115,7 @@ def _attend_bwd(settings: Settings, residuals: Any, cotangents: Any) -> Any:
     if sinks is not None:
         by_head = sinks.astype(jnp.float32)[:, None, :]
         total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(by_head, axis=-1))
+        total = jnp.where(total == float("-inf"), 0.0, total)  # neither keys nor sinks: every share is 0
         shares = jnp.exp(by_head - total[..., None])
         d_sinks = -jnp.sum(shares * delta[..., None], axis=(0, 2)).astype(sinks.dtype)
         kept = jnp.exp(logsumexp - total)
@@ -209,4 +210,4 @@ def _forward_kernel(
 
 def _share_of_keys(logsumexp: Any, sink: Any) -> Any:
     """Return the part of the softmax that the keys keep beside a sink; 0 for a row with no allowed key."""
-    return 1.0 / (1.0 + jnp.exp2((sink - logsumexp) * LOG2E))
+    return jnp.where(logsumexp == float("-inf"), 0.0, 1.0 / (1.0 + jnp.exp2((sink - logsumexp) * LOG2E)))

@@ -11,6 +11,7 @@ import attention_ops as ao
 from attention_ops import masks
 from attention_ops.kernels.blockwise import block_sizes, blockwise_attention
 from attention_ops.kernels.dense import dense_attention
+from attention_ops.kernels.interpreter import interpreted
 from attention_ops.kernels.tiles import work_list
 from attention_ops.selftest import reference
 
@@ -198,3 +199,28 @@ def test_block_sizes_cover_the_lengths_with_little_padding():
         assert -(-T // block_q) * block_q <= T + 8 * -(-T // block_q)
         assert -(-S // block_kv) * block_kv <= S + 8 * -(-S // block_kv)
     assert block_sizes(100, 100, 1, 1, 64, 7, 9) == (7, 9)
+
+
+@pytest.mark.parametrize("impl", ["flash", "blocksparse", ["flash/gpu"]])
+def test_sinks_of_minus_infinity_beside_a_row_that_sees_nothing(impl):
+    query, key, value = (np.random.default_rng(n).standard_normal((1, 3, 2, 4)).astype(np.float32) for n in range(3))
+    mask = np.array([[True] * 3, [False] * 3, [True] * 3])
+    sinks = np.float32([-np.inf, 0.5])
+
+    def run(*arrays):
+        return ao.attention(*arrays, impl=impl, mask=mask, softmax_aux=sinks).attention_outputs
+
+    def found():
+        return jax.vjp(run, query, key, value)
+
+    if isinstance(impl, list):
+        with ao.compiling_for("a100"), interpreted():
+            output, pull_back = found()
+            gradients = pull_back(jnp.ones_like(output))
+    else:
+        output, pull_back = found()
+        gradients = pull_back(jnp.ones_like(output))
+    want = reference.attention(query, key, value, {"mask": mask, "softmax_aux": sinks})
+    np.testing.assert_allclose(output, want.output, atol=1e-6)
+    for name, gradient in zip(("query", "key", "value"), gradients, strict=True):
+        np.testing.assert_allclose(gradient, getattr(want.gradients(np.ones_like(query)), name), atol=2e-6, err_msg=name)
