@@ -8,16 +8,16 @@ import subprocess
 import sys
 
 import pytest
+from compiling import environment_of_users
 
 from tests.mesh_cases import SHORT
 
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
-
-def on_eight_devices(*arguments, flags=""):
+def on_eight_devices(*arguments, environment=os.environ):
+    flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {flags}", "JAX_PLATFORMS": "cpu"},
+        env={**environment, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=400,
@@ -27,7 +27,7 @@ def on_eight_devices(*arguments, flags=""):
 
 @pytest.mark.parametrize("mesh", SHORT)
 def test_values_and_gradients_are_those_of_one_device(mesh):
-    result = on_eight_devices("-m", "tests.mesh_cases", mesh, flags=QUICK)
+    result = on_eight_devices("-m", "tests.mesh_cases", mesh)
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert len(lines) == sum(len(shapes) for shapes in SHORT[mesh].values())
@@ -63,7 +63,7 @@ print(json.dumps(found))
 
 
 def test_the_collectives_are_the_documented_ones():
-    result = on_eight_devices("-c", COLLECTIVES, flags=QUICK)
+    result = on_eight_devices("-c", COLLECTIVES, environment=environment_of_users())
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads(result.stdout)
     collectives = {key: set(value["collectives"]) for key, value in found.items()}
@@ -124,5 +124,5 @@ print("equal")
 
 
 def test_axis_types_outer_transforms_and_an_outer_shard_map():
-    result = on_eight_devices("-c", OTHER, flags=QUICK)
+    result = on_eight_devices("-c", OTHER)
     assert result.stdout.strip() == "equal", result.stderr[-3000:]
