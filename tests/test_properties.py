@@ -30,14 +30,31 @@ SEEDS = st.integers(0, 2**32 - 1)
 SILENT = ao.OperationMetadata(fallback="silent")
 
 
+_examples = itertools.count(1)
+
+
 def examples(count: int) -> Any:
-    return settings(
+    limits = settings(
         max_examples=count * FACTOR,
         deadline=None,
         derandomize=FACTOR == 1,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+
+    def prepare(test: Any) -> Any:
+        law = test.hypothesis.inner_test
+
+        @functools.wraps(law)
+        def one(*args: Any, **kwargs: Any) -> None:
+            if next(_examples) % 1000 == 0:
+                jax.clear_caches()  # XLA's compiler crashes in a process that holds too many programs
+            law(*args, **kwargs)
+
+        test.hypothesis.inner_test = one
+        return limits(test)
+
+    return prepare
 
 
 @st.composite
@@ -50,13 +67,8 @@ def attend(name: str, call: Any, **changes: Any) -> ao.AttentionOutput:
     return ao.attention(*call.arrays, impl=name, metadata=metadata, **call.given | changes)
 
 
-_checks = itertools.count(1)
-
-
 def check(got: Any, call: Any, quantity: str = "output", multiple: float = 4.0) -> None:
     """Hold a result to the law: no farther off than a multiple of the error of the plain computation."""
-    if FACTOR > 1 and next(_checks) % 1000 == 0:
-        jax.clear_caches()  # XLA's compiler crashes in a process that holds too many programs
     law, plain = (compute(call.query, call.key, call.value, call.law) for compute in (reference.attention, reference.plain))
     rounding = reference.epsilon(reference.softmax_dtype(call.query.dtype)) * law.largest_logit
     error, bound = compare(np.asarray(got), getattr(law, quantity), getattr(plain, quantity), multiple, rounding)
