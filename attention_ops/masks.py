@@ -211,13 +211,21 @@ class Mask:
     def pad_leaf(self, rows: int, cols: int) -> Mask:
         return self
 
-    def cut(self, row: Any, T: int, col: Any, S: int) -> Mask:
+    def cut(self, row: Any, T: int, col: Any, S: int, *, in_arrays: tuple[Any, Any] | None = None) -> Mask:
         """Return the mask of T query rows from `row` by S key columns from `col`, which may be traced.
+
+        `in_arrays` is the row and the column at which that part begins in the arrays of `Dense` masks, where those are
+        themselves a part of the whole.
 
         Raises:
             ValueError: chunks that columns from elsewhere than the start of one would cut.
         """
-        return self.map_leaves(lambda leaf: leaf.cut_leaf(row, T, col, S))
+
+        def part(leaf: Mask) -> Mask:
+            first_row, first_col = in_arrays if in_arrays is not None and isinstance(leaf, Dense) else (row, col)
+            return leaf.cut_leaf(first_row, T, first_col, S)
+
+        return self.map_leaves(part)
 
     def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
         raise NotImplementedError

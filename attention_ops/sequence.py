@@ -1,7 +1,8 @@
 """Attention whose keys lie in parts on the devices of a mesh axis: parts that travel in a ring, or results that are merged.
 
 Both run any route on one part at a time and put the results together by their logsumexp, so they need nothing of the route
-but that it returns one. All functions run inside `jax.shard_map`, on local arrays.
+but that it returns one. All functions run inside `jax.shard_map`, on local arrays. A bias and the arrays of dense masks have the
+rows of the local queries; of the keys they have all columns in a ring, else those of the local keys.
 
 Sources: Liu et al. 2023 (ring attention), Milakov and Gimelshein 2018 (merging by the logsumexp).
 """
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from attention_ops.masks import Mask, Tiling, starts_within
+from attention_ops.masks import Dense, Mask, Tiling, starts_within
 
 Axes = tuple[str, ...]
 NEG_INF = float("-inf")
@@ -45,8 +46,8 @@ def merged(attend: Attend, axes: Axes, query: Any, key: Any, value: Any, mask: M
     """Attend the local part of the keys with all queries, and merge over the axes: one all-gather of the logsumexp, one sum."""
     T, S = query.shape[1], key.shape[1]
     col = jax.lax.axis_index(axes) * S
-    part = None if mask is None else mask.cut(0, T, col, S)
-    found = attend(query, key, value, part, bias_part(bias, 0, T, col, S))
+    part = None if mask is None else mask.cut(0, T, col, S, in_arrays=(0, 0))
+    found = attend(query, key, value, part, bias)
     logsumexp = jax.nn.logsumexp(jax.lax.all_gather(found.logsumexp, axes), axis=0)
     share = _share(found.logsumexp, logsumexp)
     output = jax.lax.psum(found.output.astype(share.dtype) * share[..., None], axes)
@@ -86,18 +87,22 @@ class _Ring(NamedTuple):
         steps = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree_util.tree_map(lambda x: jax.lax.ppermute(x, self.axes, steps), x)
 
-    def into_order(self, x: Array) -> Array:
-        """Take [B, length, ...] from positions in order to the order of the ring: two permutes of half a part each."""
+    def into_order(self, x: Array, axis: int = 1) -> Array:
+        """Take an axis from positions in order to the order of the ring: two permutes of half a part each."""
         if not self.zigzag:
             return x
-        even, odd = (jax.lax.ppermute(half, self.axes, self._moves(n)) for n, half in enumerate(jnp.split(x, 2, axis=1)))
-        return self._swapped(even, odd)
+        even, odd = (jax.lax.ppermute(half, self.axes, self._moves(n)) for n, half in enumerate(jnp.split(x, 2, axis)))
+        return self._swapped(even, odd, axis)
+
+    def rows_into_order(self, x: Array) -> Array:
+        """Do that with the rows of [b, h, T or 1, S or 1]."""
+        return x if x.shape[2] == 1 else self.into_order(x, axis=2)
 
     def out_of_order(self, x: Array) -> Array:
         """Undo `into_order`."""
         if not self.zigzag:
             return x
-        swapped = self._swapped(*jnp.split(x, 2, axis=1))
+        swapped = self._swapped(*jnp.split(x, 2, axis=1), axis=1)
         halves = (
             jax.lax.ppermute(half, self.axes, [(b, a) for a, b in self._moves(n)])
             for n, half in enumerate(jnp.split(swapped, 2, axis=1))
@@ -109,10 +114,10 @@ class _Ring(NamedTuple):
         pieces = [2 * device + half for device in range(self.devices)]
         return [(n, piece if piece < self.devices else 2 * self.devices - 1 - piece) for n, piece in enumerate(pieces)]
 
-    def _swapped(self, a: Array, b: Array) -> Array:
+    def _swapped(self, a: Array, b: Array, axis: int) -> Array:
         """Join two pieces, on devices of an odd number the second before the first."""
         is_odd = jax.lax.axis_index(self.axes) % 2 == 1
-        return jnp.concatenate((jnp.where(is_odd, b, a), jnp.where(is_odd, a, b)), axis=1)
+        return jnp.concatenate((jnp.where(is_odd, b, a), jnp.where(is_odd, a, b)), axis)
 
 
 def ring(attend: Attend, axes: Axes, query: Any, key: Any, value: Any, mask: Mask | None, bias: Any, *, zigzag: bool) -> Found:
@@ -124,6 +129,11 @@ def ring(attend: Attend, axes: Axes, query: Any, key: Any, value: Any, mask: Mas
     """
     ring = _Ring(attend, axes, jax.lax.axis_size(axes), zigzag)
     query, key, value = (ring.into_order(x) for x in (query, key, value))
+    bias = None if bias is None else ring.rows_into_order(bias)
+    if mask is not None:
+        mask = mask.map_leaves(
+            lambda leaf: Dense(ring.rows_into_order(leaf.array)) if isinstance(leaf, Dense) and not leaf.is_static else leaf
+        )
     output, logsumexp = _ring(ring, query, key, value, mask, bias)  # type: ignore[misc]
     return Found(ring.out_of_order(output), ring.out_of_order(logsumexp))
 
@@ -150,15 +160,18 @@ class _Pair(NamedTuple):
         return jax.lax.slice_in_dim(x, self.col_piece * self.S, (self.col_piece + 1) * self.S, axis=1)
 
     def attended(self, ring: _Ring, query: Any, key: Any, value: Any, mask: Mask | None, bias: Any) -> Found:
-        part = None if mask is None else mask.cut(self.row, self.T, self.col, self.S)
-        of_bias = bias_part(bias, self.row, self.T, self.col, self.S)
+        part = None if mask is None else self.of_mask(mask)
+        of_bias = bias_part(bias, self.row_piece * self.T, self.T, self.col, self.S)
         return ring.attend(self.rows(query), self.cols(key), self.cols(value), part, of_bias)
+
+    def of_mask(self, mask: Mask) -> Mask:
+        return mask.cut(self.row, self.T, self.col, self.S, in_arrays=(self.row_piece * self.T, self.col))
 
     def if_visible(self, mask: Mask | None, seen: Callable[[], Any], otherwise: Any) -> Any:
         """Return `seen()` if the mask shows something of the pair: a real branch on each device."""
         if mask is None:
             return seen()
-        may, _ = mask.cut(self.row, self.T, self.col, self.S).bounds(Tiling(self.T, self.S, self.T, self.S), jnp)
+        may, _ = self.of_mask(mask).bounds(Tiling(self.T, self.S, self.T, self.S), jnp)
         return jax.lax.cond(jnp.any(jnp.asarray(may)), seen, lambda: otherwise)
 
 

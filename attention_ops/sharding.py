@@ -240,7 +240,7 @@ def _local_spec(spec: RequestSpec, split: Layout) -> RequestSpec:
     bias = spec.bias_shape
     if bias is not None:
         bias = (min(bias[0], B), min(bias[1], H), min(bias[2], T), min(bias[3], S))
-    mask = None if spec.mask is None else _shardable(spec.mask).abstract().map_leaves(lambda leaf: _local_mask(leaf, B, H))
+    mask = None if spec.mask is None else _shardable(spec.mask, split).abstract().map_leaves(lambda leaf: _local_mask(leaf, B, H))
     features = spec.features
     if mask is not None and split.way in _CUTS:
         index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -268,11 +268,13 @@ def _needed_heads(spec: RequestSpec, H: int) -> int:
     return 1 if spec.groups % H == 0 else H
 
 
-def _shardable(mask: Mask) -> Mask:
-    """Return the mask with static arrays that differ by batch row or head made run-time data, which can be split."""
-    return mask.map_leaves(
-        lambda leaf: leaf.as_data() if isinstance(leaf, Dense) and leaf.is_static and leaf.array.shape[:2] != (1, 1) else leaf
-    )
+def _shardable(mask: Mask, split: Layout) -> Mask:
+    """Return the mask with static arrays that are split made run-time data, which can be."""
+
+    def is_split(leaf: Dense) -> bool:
+        return any(_spec_of(leaf.array.shape, _LOGITS, split))
+
+    return mask.map_leaves(lambda leaf: leaf.as_data() if isinstance(leaf, Dense) and leaf.is_static and is_split(leaf) else leaf)
 
 
 def _local_mask(leaf: Mask, B: int, H: int) -> Mask:
@@ -285,26 +287,32 @@ def _local_mask(leaf: Mask, B: int, H: int) -> Mask:
     return jax.tree_util.tree_map(shrink, leaf)
 
 
+_LOGITS = ("batch", "heads", "rows", "cols")
+
+
 def _axis_names(leaf: Mask, array: Any) -> tuple[str, ...]:
-    """Name the axes of an array of a mask: batch and heads are the ones that can be split."""
+    """Name the axes of an array of a mask; a length is on every device."""
     if isinstance(leaf, Dense):
-        return ("batch", "heads", "rows", "cols")
+        return _LOGITS
     if isinstance(leaf, Segments):
         return ("batch", "length")
     return ("batch",)[: array.ndim]
 
 
 def array_specs(spec: RequestSpec, split: Layout) -> dict[str, tuple[tuple[int, ...], P]]:
-    """Return the whole shape and the `PartitionSpec` of query, key, value and output while they are attended."""
+    """Return the whole shape and the `PartitionSpec` of query, key, value, output and bias while they are attended."""
     batch, heads = _name(split.batch), _name(split.heads)
     queries = P(batch, _name(split.query_axes), heads, None)
     keys = P(batch, _name(split.key_axes), heads if split.has_own_keys else None, None)
-    return {
+    found = {
         "query": ((spec.B, spec.T, spec.H, spec.D), queries),
         "key": ((spec.B, spec.S, spec.K, spec.D), keys),
         "value": ((spec.B, spec.S, spec.K, spec.Dv), keys),
         "output": ((spec.B, spec.T, spec.H, spec.Dv), queries),
     }
+    if spec.bias_shape is not None:
+        found["bias"] = spec.bias_shape, _spec_of(spec.bias_shape, _LOGITS, split)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,16 +365,17 @@ def run_sharded(
     def specs_of(leaf: Mask) -> Mask:
         return jax.tree_util.tree_map(lambda x: _spec_of(x.shape, _axis_names(leaf, x), split), leaf)
 
-    mask = None if request.mask is None else _shardable(request.mask)
+    mask = None if request.mask is None else _shardable(request.mask, split)
     batch, heads = _name(split.batch), _name(split.heads)
-    (_, queries), (_, keys), *_ = array_specs(spec, split).values()
+    placed = {name: place for name, (_, place) in array_specs(spec, split).items()}
+    queries, keys = placed["query"], placed["key"]
     arrays = (request.query, request.key, request.value, mask, request.bias, request.sinks, request.dropout_key)
     in_specs = (
         queries,
         keys,
         keys,
         None if mask is None else mask.map_leaves(specs_of),
-        None if request.bias is None else _spec_of(request.bias.shape, ("batch", "heads", "rows", "cols"), split),
+        placed.get("bias"),
         None if request.sinks is None else P(heads, None),
         None if request.dropout_key is None else P(),
     )
@@ -387,8 +396,7 @@ def run_sharded(
             return _in_parts(run, query, key, value, mask, bias, sinks, split, spec, local)
         if split.way == "gather":
             row = jax.lax.axis_index(split.sequence) * local.T
-            mask = None if mask is None else mask.cut(row, local.T, 0, local.S)
-            bias = sequence.bias_part(bias, row, local.T, 0, local.S)
+            mask = None if mask is None else mask.cut(row, local.T, 0, local.S, in_arrays=(0, 0))
         return run(AttentionRequest(query, key, value, mask, bias, sinks, dropout_key, local))
 
     split_run = jax.shard_map(on_one_device, mesh=metadata.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -458,8 +466,12 @@ def _is_explicit(mesh: Any) -> bool:
 
 
 def _spec_of(shape: tuple[int, ...], names: tuple[str, ...], split: Layout) -> P:
-    """Return the spec of an array whose broadcast axes, of length 1, are on every device."""
-    axes = {"batch": _name(split.batch), "heads": _name(split.heads)}
+    """Return the spec of an array whose broadcast axes, of length 1, are on every device.
+
+    Rows are split like the queries. Columns are split where each device keeps its keys: in a ring it comes to need all.
+    """
+    axes = {"batch": _name(split.batch), "heads": _name(split.heads), "rows": _name(split.query_axes)}
+    axes["cols"] = _name(split.key_axes) if split.way == "merge" else None
     return P(*(axes.get(name) if size > 1 else None for name, size in zip(names, shape, strict=True)))
 
 

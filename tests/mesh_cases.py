@@ -24,7 +24,7 @@ SHAPES = {  # B, T, S, H, K
     "batch_1": (1, 16, 16, 8, 8),
     "decode": (8, 1, 16, 8, 4),
 }
-OPTIONS = ("causal", "window", "segments", "bias", "sinks", "soft_cap")
+OPTIONS = ("causal", "window", "segments", "bias", "sinks", "soft_cap", "dense")
 SHORT = {
     "dp=8": {"blocksparse": ("batch_1", "gqa"), "vanilla": ("mha",)},
     "tp=8": {"blocksparse": ("mqa", "gqa"), "flash": ("odd_heads",), "sdpa": ("mha",)},
@@ -42,7 +42,7 @@ SHORT = {
     },
     "fsdp=2,sp=4": {"ring": ("mqa", "batch_1"), "flash": ("gqa",), "sdpa": ("mha",), "auto": ("decode",)},
 }
-"""Meshes, and the shapes of the short run per operation; each case takes two of the options, in turn."""
+"""Meshes, and the shapes of the short run per operation; each case takes two of the options, in turn, and some a dense mask."""
 D = 8
 
 
@@ -64,6 +64,8 @@ def options_of(names, shape, rng):
                 options |= {"softmax_aux": jnp.asarray(rng.standard_normal(H), jnp.float32)}
             case "soft_cap":
                 options |= {"logits_soft_cap": 3.0}
+            case "dense":
+                options |= {"mask": jnp.asarray(rng.random((B, 1, T, S)) < 0.7)}
     return options
 
 
@@ -99,7 +101,7 @@ def cases(mesh, every):
         elif shape in SHORT[mesh].get(name, ()):
             first, second = OPTIONS[index % 6], OPTIONS[(index + 1 + index // 6 % 4) % 6]
             in_zigzag = name == "ring" and shape in ("mqa", "odd_heads")  # causal without a window
-            yield name, shape, (first, "causal" if in_zigzag else second)
+            yield name, shape, (first, *(("causal", "dense") if in_zigzag else (second,)))
 
 
 def main():

@@ -45,17 +45,28 @@ metadata = ao.OperationMetadata(mesh=mesh)
 T = 2048
 x = jax.ShapeDtypeStruct((1, T, 8, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "sp")))
 one = jax.ShapeDtypeStruct((1, 1, 8, 16), jnp.float32)
+bias, mask = (
+    jax.ShapeDtypeStruct((1, 1, T, T), dtype, sharding=NamedSharding(mesh, P(None, None, "sp"))) for dtype in (jnp.float32, bool)
+)
 found = {}
 for impl in ("ring", "ulysses", "flash"):
-    def forward(q, k, v, impl=impl):
-        return ao.attention(q, k, v, impl=impl, metadata=metadata, causal=True).attention_outputs
+    def forward(q, k, v, bias=None, mask=None, impl=impl):
+        options = {"causal": True, "bias": bias, "mask": mask}
+        return ao.attention(q, k, v, impl=impl, metadata=metadata, **options).attention_outputs
     def gradient(*arrays):
         return jax.grad(lambda *a: forward(*a).sum(), (0, 1, 2))(*arrays)
-    for name, function, query in (("forward", forward, x), ("gradient", gradient, x), ("decode", forward, one)):
-        compiled = jax.jit(function).lower(query, x, x).compile()
+    for name, function, arrays in (
+        ("forward", forward, (x, x, x)),
+        ("with rows", forward, (x, x, x, bias, mask)),
+        ("gradient", gradient, (x, x, x)),
+        ("decode", forward, (one, x, x)),
+    ):
+        if (impl, name) == ("ulysses", "with rows"):
+            continue  # every device needs all of its heads' logits
+        compiled = jax.jit(function).lower(*arrays).compile()
         text = compiled.as_text()
         names = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\\(", text)
-        shapes = re.findall(r"f32\\[([\\d,]+)\\]", text)
+        shapes = re.findall(r"(?:f32|pred)\\[([\\d,]+)\\]", text)
         largest = max(math.prod(int(n) for n in shape.split(",")) for shape in shapes)
         found[f"{impl} {name}"] = {"collectives": collections.Counter(names), "largest": largest}
 print(json.dumps(found))
@@ -69,12 +80,14 @@ def test_the_collectives_are_the_documented_ones():
     collectives = {key: set(value["collectives"]) for key, value in found.items()}
     assert collectives == {
         "ring forward": {"collective-permute"},
+        "ring with rows": {"collective-permute"},
         "ring gradient": {"collective-permute"},
         "ring decode": {"all-gather", "all-reduce"},
         "ulysses forward": {"all-to-all"},
         "ulysses gradient": {"all-to-all"},
         "ulysses decode": {"all-to-all"},
         "flash forward": {"all-gather"},
+        "flash with rows": {"all-gather"},
         "flash gradient": {"all-gather", "all-reduce"},
         "flash decode": {"all-gather", "all-reduce"},
     }

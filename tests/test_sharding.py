@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import attention_ops as ao
 from attention_ops import masks, sequence
-from attention_ops.sharding import layout
+from attention_ops.sharding import array_specs, layout
 
 ON_EIGHT_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np
@@ -144,6 +145,20 @@ def test_the_way_over_a_sequence_axis(impl, T, options, way, local):
     assert (f"({way}:" in note) if way else "sequence over" not in note
     assert local == (plan.spec.T, plan.spec.S)
     assert not plan.is_fallback
+
+
+@pytest.mark.parametrize(
+    ("impl", "T", "rows", "columns"), [("ring", 16, "sp", None), ("flash", 16, "sp", None), ("flash", 1, None, "sp")]
+)
+def test_a_bias_is_split_with_the_queries_or_with_the_keys_that_stay(impl, T, rows, columns):
+    query = jax.ShapeDtypeStruct((4, T, 4, 8), jnp.float32)
+    for heads, size in ((1, 16), (4, 16), (1, 1)):
+        bias = jax.ShapeDtypeStruct((1, heads, T, size), jnp.float32)
+        metadata = _metadata((2, 4), ("tp", "sp"))
+        spec = ao.plan(impl, query, *SHAPES[1:], bias=bias, softmax_scale=0.5).spec
+        placed = array_specs(spec, layout(spec, metadata, "ring" if impl == "ring" else "gather"))
+        tp = "tp" if heads > 1 else None
+        assert placed["bias"] == (bias.shape, P(None, tp, ("sp",) if rows else None, ("sp",) if columns and size > 1 else None))
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
