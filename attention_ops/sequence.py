@@ -94,7 +94,7 @@ class _Ring(NamedTuple):
         even, odd = (jax.lax.ppermute(half, self.axes, self._moves(n)) for n, half in enumerate(jnp.split(x, 2, axis)))
         return self._swapped(even, odd, axis)
 
-    def rows_into_order(self, x: Array) -> Array:
+    def rows_into_order(self, x: Any) -> Any:
         """Do that with the rows of [b, h, T or 1, S or 1]."""
         return x if x.shape[2] == 1 else self.into_order(x, axis=2)
 
