@@ -202,7 +202,8 @@ def _make_plan(
             failed = proven.refusal(route.name, device)
             reasons = (*blocked, *route.refusals(local, metadata, device))
             decision = Decision(route.name, reasons if failed is None else (*reasons, failed))
-            decisions.append(decision)
+            if decision not in decisions:  # another way over the mesh may be refused for the same reasons
+                decisions.append(decision)
             if chosen is None and decision.accepted:
                 chosen = operation, route, local, way
     if chosen is None:

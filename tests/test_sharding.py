@@ -200,6 +200,13 @@ def test_a_ring_that_cannot_go_round_is_refused_and_falls_back_with_a_warning():
     assert not ao.plan("auto", x, x, x, metadata=metadata, mask=mask).is_fallback
 
 
+def test_a_route_that_two_ways_refuse_for_the_same_reasons_is_said_once():
+    with ao.compiling_for("tpu-v5e"):
+        plan = ao.plan("ring", *SHAPES, metadata=_metadata((4,), ("sp",)), causal=True)
+    routes = [decision.route for decision in plan.decisions]
+    assert routes.count("flash/tpu") == 1, plan
+
+
 def test_on_one_device_ring_and_ulysses_are_blocksparse():
     x = jnp.ones((1, 16, 2, 8))
     for metadata in (ao.OperationMetadata(), _metadata((2,), ("dp",)), _metadata((1,), ("sp",))):
