@@ -309,7 +309,8 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
         value=request.value.astype(spec.dtype),
     )
     operation, mesh = executable.implementation(executable.metadata), executable.metadata.mesh
-    is_plain = executable.subject(spec.dtype).derivatives is Derivatives.ANY
+    subject = executable.subject(spec.dtype)
+    is_plain = subject.derivatives is Derivatives.ANY
 
     def run(request: AttentionRequest) -> AttentionOutput:
         with _as_route(executable):
@@ -317,7 +318,7 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
         return _checked(output, request, executable.route)
 
     def run_on_mesh(request: AttentionRequest) -> AttentionOutput:
-        on_one_device = run if is_plain or executable.is_ring else functools.partial(_with_names, run)
+        on_one_device = run if is_plain or executable.is_ring else functools.partial(_with_names, run, subject)
         with _as_route(executable):
             return run_sharded(on_one_device, request, executable.metadata, executable.way)
 
@@ -326,7 +327,7 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
         return dataclasses.replace(output, attention_outputs=checkpoint_name(output.attention_outputs, OUTPUT_NAME))
     if mesh is not None and not executable.is_ring:
         return run_on_mesh(request)  # what is kept has its names on each device, where it is told from the inputs
-    return _with_names(run if mesh is None else run_on_mesh, request)
+    return _with_names(run if mesh is None else run_on_mesh, subject, request)
 
 
 @contextlib.contextmanager
@@ -335,15 +336,18 @@ def _as_route(executable: _Executable) -> Iterator[None]:
         yield
 
 
-def _with_names(run: Callable[[AttentionRequest], AttentionOutput], request: AttentionRequest) -> AttentionOutput:
+def _with_names(
+    run: Callable[[AttentionRequest], AttentionOutput], subject: Subject, request: AttentionRequest
+) -> AttentionOutput:
     """Run a route with a custom backward, with names on what that keeps."""
+    spec = request.spec  # JAX keeps `run_parts`, which must hold no array
 
     def run_parts(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> AttentionOutput:
         query, key, value, bias, sinks = inputs
-        return run(AttentionRequest(query, key, value, others[0], bias, sinks, others[1], request.spec))
+        return run(AttentionRequest(query, key, value, others[0], bias, sinks, others[1], spec))
 
     inputs = tuple(getattr(request, name) for name in _DIFFERENTIABLE)
-    return with_named_residuals(run_parts, inputs, (request.mask, request.dropout_key))
+    return with_named_residuals(run_parts, subject, inputs, (request.mask, request.dropout_key))
 
 
 def _empty(request: AttentionRequest) -> AttentionOutput:

@@ -64,9 +64,10 @@ class Subject:
 
 
 class _Stage(enum.Enum):
-    """What the marker stands on."""
+    """What the marker stands on. FORWARD is the inputs of a forward whose backward follows: moving them is the second time."""
 
     INPUT = enum.auto()
+    FORWARD = enum.auto()
     TANGENT = enum.auto()
     GRADIENT = enum.auto()
     TANGENT_OF_GRADIENT = enum.auto()
@@ -96,7 +97,7 @@ def _evaluated(*arrays: Any, count: int, stage: _Stage, subject: Subject) -> lis
 def _jvp(primals: Any, tangents: Any, *, count: int, stage: _Stage, subject: Subject) -> tuple[list[Any], list[Any]]:
     if stage is _Stage.TANGENT:
         raise subject.no_forward_mode()
-    is_second = stage is _Stage.GRADIENT or any(hasattr(_unbatched(array), "tangent") for array in primals)
+    is_second = stage in (_Stage.FORWARD, _Stage.GRADIENT) or any(hasattr(_unbatched(array), "tangent") for array in primals)
     if is_second and subject.derivatives is Derivatives.GRADIENT:
         raise subject.no_second()
     moving = [x for x in tangents[:count] if not isinstance(x, ad.Zero)]
@@ -158,30 +159,32 @@ def own_promotion() -> Iterator[None]:
 # ---------------------------------------------------------------- names for jax.checkpoint
 
 
-def with_named_residuals(run: Callable[[Any, Any], Any], inputs: Any, others: Any) -> Any:
+def with_named_residuals(run: Callable[[Any, Any], Any], subject: Subject, inputs: Any, others: Any) -> Any:
     """Return `run(inputs, others)`, with names on the output and on what its custom backward keeps beside the inputs.
 
     The names must stand where the residuals are made: on the output of the whole they would not keep the forward from running
     again. So the forward and the backward of `run` are taken apart here, whatever kernel is inside. Differentiable in `inputs`.
     """
-    return _with_named_residuals(run, inputs, others)  # type: ignore[misc]
+    return _with_named_residuals(run, subject, inputs, others)  # type: ignore[misc]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_named_residuals(run: Callable[[Any, Any], Any], inputs: Any, others: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_named_residuals(run: Callable[[Any, Any], Any], subject: Subject, inputs: Any, others: Any) -> Any:
     return run(inputs, others)
 
 
-def _forward(run: Callable[[Any, Any], Any], inputs: Any, others: Any) -> Any:
-    output, pull_back = jax.vjp(lambda inputs: run(inputs, others), inputs)
-    given = {id(leaf) for leaf in jax.tree_util.tree_leaves((inputs, others))}
+def _forward(run: Callable[[Any, Any], Any], subject: Subject, inputs: Any, others: Any) -> Any:
+    leaves, tree = jax.tree_util.tree_flatten(inputs)
+    own = _mark(leaves, _Stage.FORWARD, subject) if subject.derivatives is Derivatives.GRADIENT else leaves
+    output, pull_back = jax.vjp(lambda inputs: run(inputs, others), tree.unflatten(own))
+    given = {id(leaf): leaf for leaf in jax.tree_util.tree_leaves(others)} | dict(zip(map(id, own), leaves, strict=True))
     names = {id(leaf): (leaf, RESIDUALS_NAME) for leaf in jax.tree_util.tree_leaves(pull_back) if id(leaf) not in given}
     names |= {id(output.attention_outputs): (output.attention_outputs, OUTPUT_NAME)}
-    named = {key: checkpoint_name(leaf, name) for key, (leaf, name) in names.items()}
+    named = given | {key: checkpoint_name(leaf, name) for key, (leaf, name) in names.items()}
     return jax.tree_util.tree_map(lambda leaf: named.get(id(leaf), leaf), (output, pull_back))
 
 
-def _backward(run: Callable[[Any, Any], Any], pull_back: Any, cotangents: Any) -> Any:
+def _backward(run: Callable[[Any, Any], Any], subject: Subject, pull_back: Any, cotangents: Any) -> Any:
     pull_back = jax.tree_util.tree_map(jnp.asarray, pull_back)  # inputs that JAX keeps as they were given may be numpy arrays
     with own_promotion():
         (d_inputs,) = pull_back(cotangents)

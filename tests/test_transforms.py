@@ -534,6 +534,30 @@ def test_a_forward_that_declares_no_derivatives_has_gradients_once(registry, sec
         second(loss)(query)
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda f: jax.hessian(jax.jit(f)),
+        lambda f: jax.jit(jax.hessian(jax.checkpoint(f))),
+        lambda f: jax.jacfwd(jax.grad(lambda x: jax.lax.scan(lambda total, x: (total + f(x), None), 0.0, x[None])[0])),
+        lambda f: lambda x: jax.jvp(jax.vmap(jax.grad(jax.jit(f))), (x[None],), (x[None],)),
+        lambda f: lambda x: jax.linearize(jax.grad(jax.jit(f)), x)[1](x),
+    ],
+    ids=["jit", "checkpoint", "scan", "vmap", "linearize"],
+)
+def test_a_second_derivative_is_refused_where_a_kernel_inside_the_forward_has_no_first(registry, second):
+    """As in a ring, and in Pallas kernels: JAX would find the kernel in the traced gradient, and speak of it in its own words."""
+    inner, kernel = (jax.custom_vjp(run) for run in (jnp.sin, lambda x: inner(x)))
+    inner.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (cotangent * jnp.cos(x),))
+    kernel.defvjp(lambda x: (inner(x), x), lambda x, cotangent: (cotangent * jnp.cos(x),))
+    _custom(registry, lambda request: kernel(request.query))
+    query = jnp.arange(6.0).reshape(1, 1, 2, 3)
+    loss = lambda x: ao.attention(x, x, x, impl="mine").attention_outputs.sum()  # noqa: E731
+    np.testing.assert_allclose(jax.jit(jax.grad(jax.jit(loss)))(query), jnp.cos(query), rtol=1e-6)
+    with pytest.raises(ao.DerivativeError, match='^mine/native has no second derivative; use impl="vanilla"'):
+        second(loss)(query)
+
+
 def test_a_forward_that_declares_every_derivative_has_them(registry):
     _custom(registry, lambda request: jnp.sin(request.query), derivatives=Derivatives.ANY)
     query = jnp.arange(6.0).reshape(1, 1, 2, 3)
