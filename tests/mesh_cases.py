@@ -66,11 +66,15 @@ def options_of(names, shape, rng):
                 options |= {"logits_soft_cap": 3.0}
             case "dense":
                 options |= {"mask": jnp.asarray(rng.random((B, 1, T, S)) < 0.7)}
+            case "static":
+                options |= {"mask": ao.masks.Dense(rng.random((B, 1, T, S)) < 0.7)}
+            case "lengths":
+                options |= {"kv_lengths": jnp.asarray(np.arange(B) * S // B)}
     return options
 
 
-def differs(name, shape, names, metadata, rng):
-    """Return how the sharded call differs from the one without a mesh, or ''."""
+def call(name, shape, names, rng, gradient=True):
+    """Return the inputs of a call, and the function of them and of metadata that returns its results."""
     B, T, S, H, K = shape
     arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, T, H, D), (B, S, K, D), (B, S, K, D))]
     options = options_of(names, shape, rng)
@@ -83,15 +87,31 @@ def differs(name, shape, names, metadata, rng):
         finite = jnp.where(out.logsumexp == -jnp.inf, 0.0, out.logsumexp)
         return jnp.sum(jnp.sin(out.attention_outputs)) + jnp.sum(finite**2), out
 
-    run = jax.value_and_grad(loss, has_aux=True)
-    one = jax.jit(run)(inputs)
-    many = jax.jit(lambda inputs: run(inputs, metadata))(inputs)
+    return inputs, jax.value_and_grad(loss, has_aux=True) if gradient else loss
+
+
+def difference(one, many):
+    """Return which results differ and by how much, or ''."""
     found = [
         f"{jax.tree_util.keystr(path)} by {np.max(np.abs(np.nan_to_num(a, neginf=-99) - np.nan_to_num(b, neginf=-99))):.2g}"
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(many), strict=True)
         if not np.allclose(np.asarray(a), np.asarray(b), atol=3e-5, rtol=3e-5)
     ]
     return ", ".join(found)
+
+
+def differs(name, shape, names, metadata, rng):
+    """Return how the sharded call differs from the one without a mesh, or ''."""
+    inputs, run = call(name, shape, names, rng)
+    return difference(jax.jit(run)(inputs), jax.jit(lambda inputs: run(inputs, metadata))(inputs))
+
+
+def mesh_of(text):
+    """Return the mesh that is written as "dp=2,sp=4"."""
+    sizes = dict(part.split("=") for part in text.split(","))
+    return jax.make_mesh(
+        tuple(int(n) for n in sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
 
 
 def cases(mesh, every):
@@ -105,10 +125,7 @@ def cases(mesh, every):
 
 
 def main():
-    sizes = dict(part.split("=") for part in sys.argv[1].split(","))
-    mesh = jax.make_mesh(
-        tuple(int(n) for n in sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
-    )
+    mesh = mesh_of(sys.argv[1])
     failed = 0
     for name, shape, names in cases(sys.argv[1], "--all" in sys.argv):
         rng = np.random.default_rng(zlib.crc32(f"{name}{shape}{names}".encode()))

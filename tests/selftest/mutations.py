@@ -18,6 +18,8 @@ from typing import Any
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "conformance.md"
 BEGIN = "<!-- mutations: begin, written by tests/selftest/mutations.py -->"
 END = "<!-- mutations: end -->"
+MESH = "mesh"
+"""Stands for the route of cases that run over one: those of mesh_faults.py."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Mutation:
         fault: what goes wrong, in words.
         where: the function, as `module:name` in the package.
         old, new: the fragment of its source, which occurs once, and what takes its place.
-        killer: a route and a case of the selftest, "vanilla/native plain/small/float32", or a check of test_mutations.py.
+        killer: a route and a case of the selftest, "vanilla/native plain/small/float32"; MESH and a case of mesh_faults.py; or a
+            check of test_mutations.py.
     """
 
     fault: str
@@ -39,7 +42,7 @@ class Mutation:
 
     @property
     def route(self) -> str:
-        """The route of a selftest case; empty for a check."""
+        """The route of a selftest case, or MESH; empty for a check."""
         return self.killer.rpartition(" ")[0]
 
     @property
@@ -806,21 +809,404 @@ MUTATIONS = (
         "spec.bias_dtype != spec.dtype",
         "rules_refuse_beyond_their_limit_and_not_at_it",
     ),
+    # ---------------------------------------------------------------- sequence.py
+    Mutation(
+        "the bias of a hop begins at column 0",
+        "sequence:bias_part",
+        "row, col)",
+        "row, 0)",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the bias of the second piece is that of the first",
+        "sequence:_Pair.attended",
+        "self.row_piece * self.T",
+        "0",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "keys in parts are masked as if each part came first",
+        "sequence:merged",
+        "mask.cut(0, T, col, S,",
+        "mask.cut(0, T, 0, S,",
+        "mesh keys_merged",
+    ),
+    Mutation(
+        "merged outputs are summed without their shares",
+        "sequence:merged",
+        "found.output.astype(share.dtype) * share[..., None]",
+        "found.output.astype(share.dtype)",
+        "mesh keys_merged",
+    ),
+    Mutation(
+        "the merged logsumexp is that of the strongest part",
+        "sequence:merged",
+        "jax.nn.logsumexp(",
+        "jnp.max(",
+        "mesh keys_merged",
+    ),
+    Mutation(
+        "the second piece of a device is taken to stand one further ahead",
+        "sequence:_Ring.starts",
+        "last * length",
+        "(last - 1) * length",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "keys travel the other way round",
+        "sequence:_Ring.passed_on",
+        "(device, (device + 1) % self.devices)",
+        "((device + 1) % self.devices, device)",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the two halves of every part change places on the way into zigzag order",
+        "sequence:_Ring._moves",
+        "2 * device + half",
+        "2 * device + 1 - half",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "on even devices the two pieces lie the wrong way round",
+        "sequence:_Ring._swapped",
+        "% 2 == 1",
+        "% 2 == 0",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the first piece of an output is not moved back",
+        "sequence:_Ring.out_of_order",
+        "jax.lax.ppermute(half, self.axes, [(b, a) for a, b in self._moves(n)])",
+        "jax.lax.ppermute(half, self.axes, [(b, a) for a, b in self._moves(n)]) if n else half",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the logsumexp stays in zigzag order",
+        "sequence:ring",
+        "ring.out_of_order(logsumexp)",
+        "logsumexp",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the rows of a bias stay in the order of positions",
+        "sequence:ring",
+        "ring.rows_into_order(bias)",
+        "bias",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the second keys of a device are the first",
+        "sequence:_Pair.cols",
+        "self.col_piece * self.S, (self.col_piece + 1) * self.S",
+        "0, self.S",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "masks are cut where the queries lie on their device",
+        "sequence:_Pair.of_mask",
+        "mask.cut(self.row, ",
+        "mask.cut(0, ",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "masks are cut where the keys lie on their device",
+        "sequence:_Pair.of_mask",
+        "self.T, self.col, self.S",
+        "self.T, 0, self.S",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "what the mask hides is attended and what it shows is passed on",
+        "sequence:_Pair.if_visible",
+        "seen, lambda: otherwise",
+        "lambda: otherwise, seen",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "a piece is attended only if every batch row sees some of it",
+        "sequence:_Pair.if_visible",
+        "jnp.any(",
+        "jnp.all(",
+        "mesh ring_with_sinks_forward",
+    ),
+    Mutation(
+        "pieces that the mask hides are attended too",
+        "sequence:_Pair.if_visible",
+        "jnp.any(jnp.asarray(may))",
+        "True",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the keys of a hop are taken for those of the device on the other side",
+        "sequence:_forward",
+        "(here - step)",
+        "(here + step)",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the last keys are taken for the device's own",
+        "sequence:_forward",
+        "(here + 1) % ring.devices",
+        "here",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "the keys go round one hop too few",
+        "sequence:_forward",
+        "ring.devices - 1, dtype",
+        "ring.devices - 2, dtype",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "what was found before a hop is merged without its share",
+        "sequence:_forward",
+        "output * _share(logsumexp, whole)[..., None] + new",
+        "output + new",
+        "mesh ring_with_sinks_forward",
+    ),
+    Mutation(
+        "what a hop finds is merged without its share",
+        "sequence:_forward",
+        "_share(found.logsumexp, whole)[..., None]",
+        "1",
+        "mesh ring_with_sinks_forward",
+    ),
+    Mutation(
+        "before the first hop the logsumexp is 0, not -inf",
+        "sequence:_forward",
+        "NEG_INF",
+        "0.0",
+        "mesh pieces_a_ring_attends",
+    ),
+    Mutation(
+        "backward the keys of a hop are taken for those of the device on the other side",
+        "sequence:_ring_bwd",
+        "(here - step)",
+        "(here + step)",
+        "mesh ring_with_sinks",
+    ),
+    Mutation(
+        "gradients are passed on one hop too few",
+        "sequence:_ring_bwd",
+        "jnp.arange(ring.devices, ",
+        "jnp.arange(ring.devices - 1, ",
+        "mesh ring_with_sinks",
+    ),
+    Mutation(
+        "gradients of keys stay where they were found",
+        "sequence:_ring_bwd",
+        "d_key, d_value = ring.passed_on((d_key, d_value))",
+        "pass",
+        "mesh ring_with_sinks",
+    ),
+    Mutation(
+        "the cotangent of the logsumexp is dropped",
+        "sequence:_ring_bwd",
+        " - d_logsumexp",
+        "",
+        "mesh ring_with_sinks",
+    ),
+    Mutation(
+        "every hop gets the whole cotangent of the output",
+        "sequence:_ring_bwd",
+        "pair.rows(d_output) * share[..., None]",
+        "pair.rows(d_output)",
+        "mesh ring_with_sinks",
+    ),
+    Mutation(
+        "the cotangent of a hop's logsumexp leaves out what its share depends on",
+        "sequence:_ring_bwd",
+        "own - share * pair.rows(through_sum)",
+        "own",
+        "mesh ring_with_sinks",
+    ),
+    Mutation(
+        "the gradients of the last hop alone are kept",
+        "sequence:_ring_bwd",
+        "old + new.astype(old.dtype)",
+        "new.astype(old.dtype)",
+        "mesh ring_with_sinks",
+    ),
+    # ---------------------------------------------------------------- sharding.py
+    Mutation(
+        "code inside a shard_map over the mesh is taken to be outside",
+        "sharding:is_local",
+        "bool(set(manual) & set(mesh.axis_names))",
+        "False",
+        "inside_a_shard_map_arrays_are_local",
+    ),
+    Mutation(
+        "a mesh axis that does not divide is kept if it divides by itself",
+        "sharding:layout",
+        "if size % parts == 0",
+        "if size % sizes[axis] == 0",
+        "what_does_not_divide_is_replicated_or_refused",
+    ),
+    Mutation(
+        'on_indivisible="error" is ignored',
+        "sharding:_replicate",
+        'metadata.on_indivisible == "error"',
+        "False",
+        "what_does_not_divide_is_replicated_or_refused",
+    ),
+    Mutation(
+        "ulysses leaves the other head axes out of account",
+        "sharding:_refuse_ulysses",
+        "head_parts * n",
+        "n",
+        "a_way_that_cannot_be_gone_is_refused",
+    ),
+    Mutation(
+        "decoding is merged whatever it asks for",
+        "sharding:_way",
+        'return ("", ()) if in_parts else ("merge", ())',
+        'return ("merge", ())',
+        "a_way_that_cannot_be_gone_is_refused",
+    ),
+    Mutation(
+        "dropout is no obstacle to a merge",
+        "sharding:_obstacles",
+        "if spec.dropout:",
+        "if False:",
+        "a_way_that_cannot_be_gone_is_refused",
+    ),
+    Mutation(
+        "weights are no obstacle to a merge",
+        "sharding:_obstacles",
+        "if spec.want_weights:",
+        "if False:",
+        "a_way_that_cannot_be_gone_is_refused",
+    ),
+    Mutation(
+        "chunks are cut by the pieces of a ring",
+        "sharding:_obstacles",
+        "(spec.S // n) % leaf.size",
+        "spec.S % leaf.size",
+        "a_way_that_cannot_be_gone_is_refused",
+    ),
+    Mutation(
+        "windows are attended in zigzag order",
+        "sharding:_is_uneven",
+        " and not any(isinstance(leaf, Window) for leaf in leaves)",
+        "",
+        "a_way_that_cannot_be_gone_is_refused",
+    ),
+    Mutation(
+        "chunks are cut by the pieces of zigzag order",
+        "sharding:_is_uneven",
+        "(2 * n)) % leaf.size",
+        "n) % leaf.size",
+        "a_way_that_cannot_be_gone_is_refused",
+    ),
+    Mutation(
+        "a route is not asked about the offset of its part",
+        "sharding:_local_spec",
+        "features |= {Feature.OFFSET} if",
+        "features |= set() if",
+        "a_route_is_asked_about_one_devices_part",
+    ),
+    Mutation(
+        "a route whose parts are merged is not asked for the logsumexp",
+        "sharding:_local_spec",
+        "(features | {Feature.LOGSUMEXP})",
+        "features",
+        "a_route_is_asked_about_one_devices_part",
+    ),
+    Mutation(
+        "a device that needs one key head is said to get all",
+        "sharding:_needed_heads",
+        "spec.groups % H == 0",
+        "False",
+        "a_route_is_asked_about_one_devices_part",
+    ),
+    Mutation(
+        "dropout keys are the same for all batch rows",
+        "sharding:run_sharded",
+        "in (*split.batch, ",
+        "in (",
+        "mesh dropout_of_each_part",
+    ),
+    Mutation(
+        "dropout keys are the same for all heads",
+        "sharding:run_sharded",
+        "*split.heads, *split.query_axes",
+        "*split.query_axes",
+        "mesh dropout_of_each_part",
+    ),
+    Mutation(
+        "dropout keys are the same for all queries",
+        "sharding:run_sharded",
+        ", *split.query_axes):",
+        "):",
+        "mesh dropout_of_each_part",
+    ),
+    Mutation(
+        "rows of biases and masks are on every device, where each takes the first",
+        "sharding:_spec_of",
+        '"rows": _name(split.query_axes)',
+        '"rows": None',
+        "mesh ring_with_sinks_forward",
+    ),
+    Mutation(
+        "masks are cut as if the queries were the first",
+        "sharding:run_sharded",
+        "mask.cut(row, ",
+        "mask.cut(0, ",
+        "mesh keys_gathered",
+    ),
+    Mutation(
+        "a device's key head is that of the next group",
+        "sharding:_heads_read",
+        "first // spec.groups, 1",
+        "first // spec.groups + 1, 1",
+        "mesh heads_of_one_key_head",
+    ),
+    Mutation(
+        "a device's query heads each read a key head of their own",
+        "sharding:_heads_read",
+        "(first + jnp.arange(local.H)) // spec.groups",
+        "first // spec.groups + jnp.arange(local.H)",
+        "mesh heads_of_several_key_heads",
+    ),
+    Mutation(
+        "the heads of a device are counted in key heads",
+        "sharding:_heads_read",
+        "* local.H",
+        "* local.K",
+        "mesh heads_of_one_key_head",
+    ),
+    Mutation(
+        "sinks join on each device, and at the end",
+        "sharding:_in_parts",
+        "mask, bias, None, None, local)",
+        "mask, bias, sinks, None, local)",
+        "mesh ring_with_sinks_forward",
+    ),
+    Mutation(
+        "sinks are left out of the sum",
+        "sharding:_in_parts",
+        "jnp.exp(logsumexp - total)",
+        "jnp.exp(0 * total)",
+        "mesh ring_with_sinks_forward",
+    ),
 )
 
 
 def table() -> str:
     """Return the list of faults for the page."""
-    cases = sum(bool(mutation.route) for mutation in MUTATIONS)
+    over_mesh, checks = (sum(mutation.route == route for mutation in MUTATIONS) for route in (MESH, ""))
+    cases = len(MUTATIONS) - over_mesh - checks
     lines = [
-        f"{len(MUTATIONS)} faults: {cases} convicted by a case of the selftest, {len(MUTATIONS) - cases} by a check.",
+        f"{len(MUTATIONS)} faults: {cases} convicted by a case of the selftest, {over_mesh} by one over a mesh, "
+        f"{checks} by a check.",
         "",
         "| function | fault | convicted by |",
         "|---|---|---|",
     ]
     for mutation in MUTATIONS:
         module, _, name = mutation.where.partition(":")
-        by = f"`{mutation.case}` of `{mutation.route}`" if mutation.route else mutation.case.replace("_", " ")
+        said = mutation.case.replace("_", " ")
+        by = {"": said, MESH: f"over a mesh: {said}"}.get(mutation.route, f"`{mutation.case}` of `{mutation.route}`")
         lines.append(f"| `{module.replace('.', '/')}.py` `{name}` | {mutation.fault} | {by} |")
     return "\n".join(lines)
 

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mutations import MUTATIONS, PAGE, page
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from mutations import MESH, MUTATIONS, PAGE, page
 
 import attention_ops as ao
 from attention_ops import masks, rules
+from attention_ops.features import Feature
 from attention_ops.kernels import splash_masks, tile_work
 from attention_ops.selftest import cases, runner, table
 from attention_ops.selftest.results import Report, Settings
 
-SELFTEST = [mutation for mutation in MUTATIONS if mutation.route]
+SELFTEST = [mutation for mutation in MUTATIONS if mutation.route not in ("", MESH)]
+OVER_MESH = [mutation for mutation in MUTATIONS if mutation.route == MESH]
 CHECKED = [mutation for mutation in MUTATIONS if not mutation.route]
 DECLARATIONS = ("refuse/", "inactive_")
 
@@ -166,6 +174,75 @@ def rules_refuse_beyond_their_limit_and_not_at_it() -> None:
             assert (found is not None) == is_refused, rule
 
 
+def _over(impl: str, T: int = 16, H: int = 4, K: int = 2, S: int = 16, *, mesh: dict[str, int], **options: Any) -> ao.Plan:
+    """Plan a call of four batch rows over a mesh of no devices."""
+    arrays = (jax.ShapeDtypeStruct((4, n, heads, 8), jnp.float32) for n, heads in ((T, H), (S, K), (S, K)))
+    known = {name: options.pop(name) for name in ("on_indivisible",) if name in options}
+    metadata = ao.OperationMetadata(mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)), **known)
+    return ao.plan(impl, *arrays, metadata=metadata, **options)
+
+
+def what_does_not_divide_is_replicated_or_refused() -> None:
+    assert _over("flash", mesh={"dp": 2, "fsdp": 4}).spec.B == 2
+    said = ""
+    try:
+        _over("flash", mesh={"dp": 2, "fsdp": 4}, on_indivisible="error")
+    except ValueError as error:
+        said = str(error)
+    assert "batch size 4 cannot be split over the mesh axis 'fsdp' of 4 devices" in said
+
+
+def a_way_that_cannot_be_gone_is_refused() -> None:
+    try:
+        _refuse_ways()
+    except ValueError as error:
+        raise AssertionError("what was planned cannot be cut so") from error
+
+
+def _refuse_ways() -> None:
+    plan = _over("ulysses", H=6, mesh={"tp": 2, "sp": 2})
+    assert "ulysses needs query heads that 4 devices divide, found 6" in plan.reasons
+    dropout = {"dropout_prob": 0.5, "deterministic": False, "dropout_rng": jax.ShapeDtypeStruct((2,), jnp.uint32)}
+    in_chunks = {"mask": masks.Chunked(8) & masks.Causal()}
+    for options in (dropout, {"return_weights": True}, in_chunks | {"query_offset": 15}):
+        plan = _over("vanilla", T=1, mesh={"sp": 4}, **options)
+        assert (plan.spec.S, plan.way) == (16, "gather"), options
+    assert _over("vanilla", T=1, mesh={"sp": 4}).spec.S == 4
+    in_zigzag, in_order = {"causal": True}, {"causal": True, "sliding_window": (3, 0)}
+    for options, length in ((in_chunks, 4), (in_zigzag, 2), (in_order, 4), ({"mask": masks.Chunked(4) & masks.Causal()}, 4)):
+        plan = _over("ring", mesh={"sp": 4}, **options)
+        assert length == plan.spec.T, options
+        assert ("would cut the mask's chunks of 8 keys into parts of 4" in plan.reasons) == (options is in_chunks)
+
+
+def a_route_is_asked_about_one_devices_part() -> None:
+    gathered = _over("vanilla", mesh={"sp": 4}, causal=True, bias=jnp.zeros((1, 4, 16, 16))).spec
+    assert Feature.OFFSET in gathered.features
+    assert gathered.bias_shape == (1, 4, 4, 16)
+    merged = _over("flash", T=1, mesh={"sp": 4}, softmax_aux=jnp.zeros(4)).spec
+    assert Feature.LOGSUMEXP in merged.features
+    assert Feature.SINKS not in merged.features
+    assert [_over("vanilla", H=8, K=K, mesh={"tp": 4}).spec.K for K in (2, 4, 8)] == [1, 1, 2]
+    assert [_over("vanilla", H=6, K=3, mesh={"tp": n}).spec.K for n in (2, 3, 6)] == [3, 1, 1]
+
+
+def inside_a_shard_map_arrays_are_local() -> None:
+    mesh = AbstractMesh((4,), ("sp",))
+
+    def local(x: Any) -> Any:
+        return ao.attention(x, x, x, impl="ring", metadata=ao.OperationMetadata(mesh=mesh)).attention_outputs
+
+    with ao.record_plans() as plans:
+        try:
+            jax.eval_shape(
+                jax.shard_map(local, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"), check_vma=False),
+                jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32),
+            )
+        except ValueError as error:
+            raise AssertionError("a shard_map within the shard_map") from error
+    assert plans[0].spec.T == 4
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -177,6 +254,10 @@ CHECKS = {
         a_plan_follows_what_is_registered,
         a_backend_that_is_asked_for_is_planned,
         rules_refuse_beyond_their_limit_and_not_at_it,
+        what_does_not_divide_is_replicated_or_refused,
+        a_way_that_cannot_be_gone_is_refused,
+        a_route_is_asked_about_one_devices_part,
+        inside_a_shard_map_arrays_are_local,
     )
 }
 
@@ -225,6 +306,24 @@ def test_the_selftest_convicts(mutation):
 def test_the_check_convicts(mutation):
     with mutation.planted(), pytest.raises(AssertionError):
         CHECKS[mutation.case]()
+
+
+def test_cases_over_a_mesh_pass_without_a_fault_and_convict():
+    """In one process of four devices, as each start costs more than most faults."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.selftest.mesh_faults"],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    lines = found.stdout.splitlines()
+    passed, convicted = ([line.removesuffix(end) for line in lines if line.endswith(end)] for end in (": passes", ": convicted"))
+    assert (len(passed) + len(convicted), found.returncode) == (len(lines), 0), found.stdout + found.stderr[-2000:]
+    assert set(passed) == {mutation.case for mutation in OVER_MESH}
+    assert convicted == [_name(mutation) for mutation in OVER_MESH]
 
 
 def test_the_page_lists_them():
