@@ -11,6 +11,7 @@ import pytest
 from compiling import environment_of_users
 
 from tests.mesh_cases import SHORT
+from tests.mesh_transforms import NAMED, RUN, SECOND
 
 
 def on_eight_devices(*arguments, environment=os.environ):
@@ -139,3 +140,11 @@ print("equal")
 def test_axis_types_outer_transforms_and_an_outer_shard_map():
     result = on_eight_devices("-c", OTHER)
     assert result.stdout.strip() == "equal", result.stderr[-3000:]
+
+
+def test_transformations_over_a_mesh():
+    result = on_eight_devices("-m", "tests.mesh_transforms")
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    assert len(lines) == sum(map(len, RUN.values())) + len(SECOND) + len(NAMED) + 1
+    assert all(line.endswith(": holds") for line in lines)

@@ -16,6 +16,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import attention_ops as ao
 from attention_ops import Derivatives
@@ -38,7 +39,7 @@ LEVELS = (Derivatives.GRADIENT, Derivatives.HESSIAN, Derivatives.ANY)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of an operation. `inputs` are differentiated; the mask, where there is one, is run-time data.
+    """One call of an operation, over the mesh of its metadata. `inputs` are differentiated; the mask, if any, is run-time data.
 
     Row 1 of the mask is empty and nothing sees key 2: query, key and value hold NaN there. sdpa has causality alone, all that its
     own route takes.
@@ -47,6 +48,7 @@ class Call:
     op: str
     dtype: Any = np.float32
     seed: int = 0
+    metadata: ao.OperationMetadata = SILENT
 
     @functools.cached_property
     def mask(self) -> np.ndarray | None:
@@ -76,7 +78,7 @@ class Call:
     def run(self, inputs: Any, **changes: Any) -> jax.Array:
         """Return the output for inputs."""
         options = {"causal": True} | ({} if self.mask is None else {"mask": jnp.asarray(self.mask)}) | changes
-        return ao.attention(**inputs, impl=self.op, metadata=SILENT, **options).attention_outputs
+        return ao.attention(**inputs, impl=self.op, metadata=self.metadata, **options).attention_outputs
 
     def loss(self, inputs: Any) -> jax.Array:
         return jnp.sum(self.run(inputs) * self.cotangent)
@@ -94,12 +96,17 @@ class Call:
         return {name: getattr(found, name) for name in inputs}
 
     @functools.cached_property
+    def plan(self) -> ao.Plan:
+        return ao.plan(self.op, **self.inputs, metadata=self.metadata, causal=True, mask=self.mask)
+
+    @property
     def route(self) -> str:
-        options = {"causal": True, "mask": self.mask}
-        return ao.plan(self.op, **self.inputs, metadata=SILENT, **options).route
+        return self.plan.route
 
     @property
     def derivatives(self) -> Derivatives:
+        if self.metadata.mesh is not None and self.plan.way == "ring":
+            return Derivatives.GRADIENT
         name, _, backend = self.route.partition("/")
         return ao.OperationRegistry.get(name).routes[backend].declaration.derivatives_of(np.dtype(self.dtype))
 
@@ -333,7 +340,9 @@ def under_export(call: Call) -> None:
 @transform("eval_shape")
 def under_eval_shape(call: Call) -> None:
     shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), call.inputs)
-    got = jax.eval_shape(lambda inputs: ao.attention(**inputs, impl=call.op, metadata=SILENT, return_logsumexp=True), shapes)
+    got = jax.eval_shape(
+        lambda inputs: ao.attention(**inputs, impl=call.op, metadata=call.metadata, return_logsumexp=True), shapes
+    )
     assert (got.attention_outputs.shape, got.attention_outputs.dtype) == ((B, T, H, D), jnp.bfloat16)
     assert (got.logsumexp.shape, got.logsumexp.dtype) == ((B, T, H), jnp.float32)
     assert got.attention_weights is None
@@ -618,17 +627,12 @@ def test_a_step_of_decoding_against_a_long_cache_is_transformed_like_the_rest(op
 # ---------------------------------------------------------------- names for jax.checkpoint
 
 
-def _loops(function: Callable[..., Any], *arrays: Any) -> int:
+def loops(function: Callable[..., Any], *arrays: Any) -> int:
     """Return how many loops over tiles a function traces to."""
 
     def count(jaxpr: Any) -> int:
-        found = 0
-        for equation in jaxpr.eqns:
-            found += equation.primitive.name == "while"
-            for value in equation.params.values():
-                inner = getattr(value, "jaxpr", value)
-                found += count(inner) if hasattr(inner, "eqns") else 0
-        return found
+        inner = (found for equation in jaxpr.eqns for found in jaxprs_in_params(equation.params))
+        return sum(equation.primitive.name == "while" for equation in jaxpr.eqns) + sum(map(count, inner))
 
     return count(jax.make_jaxpr(function)(*arrays).jaxpr)
 
@@ -639,9 +643,9 @@ def test_saving_the_named_residuals_keeps_the_forward_kernel_from_running_again(
     inputs = {name: np.nan_to_num(x) for name, x in Call(op).inputs.items()}
     call = Call(op)
     loss = lambda inputs: jnp.sum(jnp.sin(call.run(inputs, **extra)))  # noqa: E731
-    forward, both = _loops(loss, inputs), _loops(jax.grad(loss), inputs)
-    assert _loops(jax.grad(jax.checkpoint(loss)), inputs) == both + forward > both
-    assert _loops(jax.grad(jax.checkpoint(loss, policy=save_names)), inputs) == both
+    forward, both = loops(loss, inputs), loops(jax.grad(loss), inputs)
+    assert loops(jax.grad(jax.checkpoint(loss)), inputs) == both + forward > both
+    assert loops(jax.grad(jax.checkpoint(loss, policy=save_names)), inputs) == both
     jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(loss, policy=save_names), inputs)
     saved = capsys.readouterr().out
     assert saved.count(OUTPUT_NAME) == 1
