@@ -188,6 +188,7 @@ CASES = {
             },
         ),
         Case("decode", 1, 300, _fixed(causal=True, kv_lengths=np.array([100, 300])), K=1),
+        Case("sinks of minus infinity", 130, 130, lambda rng: {**_scattered(B, 1, 130, 130)(rng), "softmax_aux": _no_sinks(rng)}),
     )
 }
 
@@ -223,6 +224,13 @@ FLASH_CASES = {
         Case("bias bfloat16", 200, 300, _biased(1, H, 200, 300, ml_dtypes.bfloat16), D=128, Dv=128, dtype="bfloat16"),
         Case("bias scale", 200, 300, _biased(B, 1, 200, 300, softmax_scale=-1.7)),
         Case("bias scale zero", 200, 300, _biased(B, 1, 200, 300, softmax_scale=0.0)),
+        Case("sinks of minus infinity", 130, 130, lambda rng: {**_segments(130, 130)(rng), "softmax_aux": _no_sinks(rng)}, K=H),
+        Case(
+            "bias sinks of minus infinity",
+            130,
+            130,
+            lambda rng: {**_biased(1, H, 130, 130)(rng), "softmax_aux": _no_sinks(rng)},
+        ),
         Case(
             "bias everything",
             200,
@@ -250,6 +258,13 @@ WINDOW_CASES = {
 
 def _sinks(rng: np.random.Generator) -> np.ndarray:
     return rng.normal(1.0, 1.0, (H, 2)).astype(np.float32)
+
+
+def _no_sinks(rng: np.random.Generator) -> np.ndarray:
+    """Return sinks that are all -inf for one head and one of them for another."""
+    sinks = _sinks(rng)
+    sinks[0], sinks[1, 0] = -np.inf, -np.inf
+    return sinks
 
 
 @functools.cache
