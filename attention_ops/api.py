@@ -284,8 +284,9 @@ class _Executable:
 
     def subject(self, dtype: Any) -> Subject:
         """Return the route with its derivatives; those of a ring, which has a backward of its own, are gradients."""
-        declared = self.implementation.routes[self.backend].declaration.derivatives_of(dtype)
-        return Subject(self.route, Derivatives.GRADIENT if self.is_ring else declared)
+        if self.is_ring:
+            return Subject(f"{self.route} in a ring", Derivatives.GRADIENT)
+        return Subject(self.route, self.implementation.routes[self.backend].declaration.derivatives_of(dtype))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -53,7 +53,7 @@ def transformed(call: Call, name: str) -> None:
 
 def second_derivative_is_refused(call: Call, name: str) -> None:
     query = jnp.asarray(np.nan_to_num(call.inputs["query"]))
-    with pytest.raises(ao.DerivativeError, match=f"^{call.route} has no second derivative; use impl="):
+    with pytest.raises(ao.DerivativeError, match=f"^{call.route} in a ring has no second derivative; use impl="):
         SECOND[name](lambda query: call.loss(call.inputs | {"query": query}), query)
 
 
