@@ -27,7 +27,7 @@ from attention_ops.errors import DerivativeError
 OUTPUT_NAME = "attention_output"
 """The name, for the policies of `jax.checkpoint`, of every attention output."""
 RESIDUALS_NAME = "attention_residuals"
-"""The name of what a custom backward needs beside its inputs and the output: of ours, the logsumexp."""
+"""The name of what a custom backward needs beside its inputs and the output: of ours, the statistics of each row."""
 
 
 class Derivatives(enum.Enum):

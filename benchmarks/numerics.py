@@ -315,28 +315,11 @@ _ORDER = Known(
 _FLUSHED = Known(
     OURS, "PyTorch", "XLA's CPU backend takes subnormal numbers for 0, those of the inputs included; jax.nn is as far off as ours"
 )
-_LOGSUMEXP = Known(
-    ("flash", "blocksparse"),
-    "jax.nn",
-    "the backward of `flash` and `blocksparse` computes the weights anew from the logsumexp, and half a unit of a number like "
-    "12, or 200, is an error of every weight of its row. PyTorch does the same",
-)
-_DELTA = Known(
-    ("flash", "blocksparse"),
-    "jax.nn",
-    "the backward of `flash` and `blocksparse` takes the sum of d_output * output from the output as it was rounded, so that "
-    "where one key has all the weight, what should cancel leaves a rounding. PyTorch does the same",
-)
 KNOWN: dict[tuple[str, str, str], Known] = {
     ("causal", "float32", "d_value"): _ORDER,
     ("shared keys", "float32", "d_key"): _ORDER,
     ("shared keys", "float32", "d_value"): _ORDER,
     **{("subnormal", dtype, name): _FLUSHED for dtype in ("float32", "bfloat16") for name in ("output", "d_query", "d_key")},
-    ("large logits", "float32", "d_value"): _LOGSUMEXP,
-    ("large logits", "bfloat16", "d_query"): _DELTA,
-    ("large logits", "bfloat16", "d_key"): _DELTA,
-    **{("long rows", "float32", name): _LOGSUMEXP for name in ("d_query", "d_key", "d_value")},
-    **{("cancelling sinks", "float32", name): _LOGSUMEXP for name in ("d_query", "d_key", "d_sinks")},
 }
 """By case, dtype and quantity."""
 

@@ -639,8 +639,9 @@ def loops(function: Callable[..., Any], *arrays: Any) -> int:
 
 @pytest.mark.parametrize("op", ["flash", "blocksparse"])
 @pytest.mark.parametrize("extra", [{}, {"softmax_aux": np.float32([0.5, -0.5])}], ids=["plain", "sinks"])
-def test_saving_the_named_residuals_keeps_the_forward_kernel_from_running_again(op, extra, capsys):
-    inputs = {name: np.nan_to_num(x) for name, x in Call(op).inputs.items()}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saving_the_named_residuals_keeps_the_forward_kernel_from_running_again(op, extra, dtype, capsys):
+    inputs = {name: jnp.asarray(np.nan_to_num(x), dtype) for name, x in Call(op).inputs.items()}
     call = Call(op)
     loss = lambda inputs: jnp.sum(jnp.sin(call.run(inputs, **extra)))  # noqa: E731
     forward, both = loops(loss, inputs), loops(jax.grad(loss), inputs)
@@ -649,7 +650,7 @@ def test_saving_the_named_residuals_keeps_the_forward_kernel_from_running_again(
     jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(loss, policy=save_names), inputs)
     saved = capsys.readouterr().out
     assert saved.count(OUTPUT_NAME) == 1
-    assert saved.count(RESIDUALS_NAME) == (2 if extra else 1)
+    assert saved.count(RESIDUALS_NAME) == (2 if dtype == "float32" else 3)
 
 
 @pytest.mark.parametrize("op", ["vanilla", "sdpa"])

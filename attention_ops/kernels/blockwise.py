@@ -4,7 +4,9 @@ The work is a list of the tiles (block_q query rows by block_kv key columns) tha
 from what is static, or at run time from what is not. Full tiles skip all mask arithmetic. Loops have run-time trip counts,
 so compile time does not depend on the number of tiles.
 
-Sources: Milakov and Gimelshein 2018 (online softmax), Dao 2023 (FlashAttention-2: logsumexp and delta as residuals).
+Sources: Milakov and Gimelshein 2018 (online softmax), Dao 2023 (FlashAttention-2: one pass backward with delta). Unlike there the
+residuals of a row are its highest logit and its sum of exponentials, not the logsumexp: that is rounded at its own size, which
+is an error of every weight of the row.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from jaxtyping import Array, Float
 
 from attention_ops.kernels import tiles as t
 from attention_ops.kernels.decode import STEP, decode, is_decoding
+from attention_ops.kernels.sinks import shares
 from attention_ops.kernels.tiles import NEG_INF, Shape, Tiler
 from attention_ops.masks import Mask, starts_within
 
@@ -103,30 +106,36 @@ def blockwise_cost(
     """Return flops and temporary bytes of the forward when tiles holding the share `visible` of T * S are visited."""
     block_q, block_kv = block_sizes(T, S, H, K, D, block_q, block_kv)
     tile = (H // K) * block_q * block_kv * 4
-    return int(2 * B * H * T * S * (D + Dv) * visible), 4 * B * (T * H * (D + Dv + 1) + S * K * (D + Dv)) + 3 * tile
+    return int(2 * B * H * T * S * (D + Dv) * visible), 4 * B * (T * H * (D + Dv + 2) + S * K * (D + Dv)) + 3 * tile
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any) -> Any:
-    output, logsumexp, _ = _forward(settings, query, key, value, mask, bias, sinks)
-    return output, logsumexp
+    output, highest, total = _forward(settings, query, key, value, mask, bias, sinks, query.dtype)
+    return output, highest + jnp.log(total)
 
 
 def _attend_fwd(settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any) -> Any:
-    output, logsumexp, total = _forward(settings, query, key, value, mask, bias, sinks)
-    return (output, logsumexp), (query, key, value, mask, bias, sinks, output, logsumexp, total)
+    wide, highest, total = _forward(settings, query, key, value, mask, bias, sinks, settings.softmax_dtype)
+    output = wide.astype(query.dtype)
+    # What rounding to 16 bits took from the output, in 16 bits: delta is that of the output before it.
+    lost = (wide - output.astype(wide.dtype)).astype(output.dtype) if output.dtype.itemsize == 2 else None
+    return (output, highest + jnp.log(total)), (query, key, value, mask, bias, sinks, output, lost, highest, total)
 
 
 # ---------------------------------------------------------------- forward
 
 
 def _forward(
-    settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any
+    settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any, output_dtype: np.dtype
 ) -> tuple[Array, Array, Array]:
-    """Return output, logsumexp of the keys, and logsumexp of keys and sinks, in public layout."""
+    """Return the output and, in the softmax dtype and of the keys alone, the highest logit and the sum of exponentials.
+
+    The sum is relative to the highest logit; a row that sees nothing has -inf and 1. All are in public layout.
+    """
     dtype = settings.softmax_dtype
     if is_decoding(query.shape[1], key.shape[1], query.shape[2] // key.shape[2]):
-        output, logsumexp = decode(
+        output, highest, total = decode(
             query,
             key,
             value,
@@ -139,20 +148,17 @@ def _forward(
             dtype=dtype,
         )
     else:
-        output_dtype = dtype if sinks is not None else query.dtype
-        output, logsumexp = _tile_by_tile(settings, query, key, value, mask, bias, output_dtype)
-    total = logsumexp
+        kept_dtype = dtype if sinks is not None else output_dtype
+        output, highest, total = _tile_by_tile(settings, query, key, value, mask, bias, kept_dtype)
     if sinks is not None:
-        total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(sinks.astype(dtype), axis=-1))
-        total = jnp.where(total == NEG_INF, 0, total)  # neither keys nor sinks: every share is 0
-        output = output * jnp.exp(logsumexp - total)[..., None]
-    return output.astype(query.dtype), logsumexp, total
+        output = output * shares(highest, total, sinks)[0][..., None]
+    return output.astype(output_dtype), highest, total
 
 
 def _tile_by_tile(
     settings: BlockwiseSettings, query: Any, key: Any, value: Any, mask: Any, bias: Any, output_dtype: np.dtype
-) -> tuple[Array, Array]:
-    """Return output and, in the softmax dtype, logsumexp of the keys, in public layout."""
+) -> tuple[Array, Array, Array]:
+    """Return what `_forward` does, without sinks."""
     shape, dtype = settings.shape(query.shape, key.shape), settings.softmax_dtype
     work = t.work_list(*t.kinds_per_unit(shape, mask, bias is not None, settings.skip_by_data))
     # bfloat16 is multiplied as it is. The scale would round it, so it waits for the logits: free inside the exponential.
@@ -163,13 +169,13 @@ def _tile_by_tile(
     tiler = Tiler(shape, mask, bias, settings.soft_cap, scale=settings.scale if is_narrow and not in_exponent else 1.0)
     Dv = value.shape[-1]
 
-    def unit(carry: tuple[Array, Array], index: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+    def unit(carry: tuple[Array, ...], index: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
         batch, heads = index
         queries = t.queries_of_unit(t.bits(query), shape, batch, heads)
         keys, values = (t.keys_of_unit(t.bits(x), shape, batch, heads) for x in (key, value))
         finite = t.finite_tiles(t.from_bits(values, value.dtype), shape.block_kv)
 
-        def rows_of_tiles(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
+        def rows_of_tiles(_: None, i: Array) -> tuple[None, tuple[Array, ...]]:
             q = t.from_bits(t.query_tile(queries, shape, i), query.dtype).astype(operand_dtype)
             q = q if is_narrow else q * settings.scale
 
@@ -192,43 +198,50 @@ def _tile_by_tile(
             rows = q.shape[:2]
             state = jnp.zeros((*rows, Dv), dtype), jnp.full(rows, NEG_INF, dtype), jnp.zeros(rows, dtype)
             output, highest, total = work.loop(visit, batch, heads, i, state)
-            empty = total == 0
-            total = jnp.where(empty, 1, total)
-            return None, (output / total[..., None], jnp.where(empty, NEG_INF, highest + jnp.log(total))[..., None])
+            total = jnp.where(total == 0, 1, total)
+            return None, (output / total[..., None], highest[..., None], total[..., None])
 
         _, found = jax.lax.scan(rows_of_tiles, None, jnp.arange(shape.grid[0], dtype=jnp.int32))
-        output, logsumexp = (t.from_query_tiles(x, shape) for x in found)
-        return (t.put_unit(carry[0], output, batch, heads), t.put_unit(carry[1], logsumexp, batch, heads)), None
+        found = (t.from_query_tiles(x, shape) for x in found)
+        return tuple(t.put_unit(whole, x, batch, heads) for whole, x in zip(carry, found, strict=True)), None
 
-    whole = query.shape[:3]
-    start = jnp.zeros((*whole, Dv), output_dtype), jnp.zeros((*whole, 1), dtype)
-    (output, logsumexp), _ = jax.lax.scan(unit, start, t.units(shape))
-    return output, logsumexp[..., 0]
+    rows = query.shape[:3]
+    start = jnp.zeros((*rows, Dv), output_dtype), *(jnp.zeros((*rows, 1), dtype) for _ in range(2))
+    (output, highest, total), _ = jax.lax.scan(unit, start, t.units(shape))
+    return output, highest[..., 0], total[..., 0]
 
 
 # ---------------------------------------------------------------- backward
 
 
 def _attend_bwd(settings: BlockwiseSettings, residuals: Any, cotangents: Any) -> Any:
-    query, key, value, mask, bias, sinks, output, logsumexp, total = residuals
+    query, key, value, mask, bias, sinks, output, lost, highest, total = residuals
     d_output, d_logsumexp = (jnp.asarray(x) for x in cotangents)  # a caller may hand in numpy arrays
     dtype = settings.softmax_dtype
     shape = settings.shape(query.shape, key.shape, is_backward=True)
-    empty = logsumexp == NEG_INF
-    delta = jnp.sum(jnp.where(empty[..., None], 0, d_output).astype(dtype) * output.astype(dtype), axis=-1)
-    d_sinks, kept = None, None
+    empty = highest == NEG_INF
+    by_output = functools.partial(_sum_of_products, d_output, empty=empty, dtype=dtype)
+    delta = by_output(output)
+    d_sinks, kept = None, 1 / total
     if sinks is not None:
-        sink_weights = jnp.exp(sinks.astype(dtype) - total[..., None])
-        d_sinks = -jnp.sum(sink_weights * delta[..., None], axis=(0, 1)).astype(sinks.dtype)
-        kept = jnp.exp(logsumexp - total)  # of the softmax by the keys; the tiles recompute it without the sinks
-        delta = delta * kept
-    delta = delta - jnp.where(empty, 0, d_logsumexp)
-    anchor = jnp.where(empty, jnp.inf, logsumexp)
+        of_keys, of_sinks = shares(highest, total, sinks)
+        # By the output as it was returned: much of the sum cancels, and a caller can only check it against that.
+        d_sinks = -jnp.sum(of_sinks * delta[..., None], axis=(0, 1)).astype(sinks.dtype)
+        kept = kept * of_keys
+    if lost is not None:
+        delta = delta + by_output(lost)
+    delta = delta * kept - jnp.where(empty, 0, d_logsumexp / total)
+    anchor = jnp.where(empty, jnp.inf, highest)
     gradients = _backward_tiles(settings, shape, query, key, value, mask, bias, d_output, kept, delta, anchor)
     d_query, d_key, d_value, d_bias = gradients
     if bias is not None:
         d_bias = d_bias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     return d_query, d_key, d_value, None, d_bias, d_sinks
+
+
+def _sum_of_products(d_output: Array, output: Array, *, empty: Array, dtype: np.dtype) -> Float[Array, "B T H"]:
+    """Return d_output . output; 0 in empty rows, whatever d_output holds there."""
+    return jnp.sum(jnp.where(empty[..., None], 0, d_output.astype(dtype) * output.astype(dtype)), axis=-1)
 
 
 def _backward_tiles(
@@ -240,14 +253,15 @@ def _backward_tiles(
     mask: Any,
     bias: Any,
     d_output: Array,
-    kept: Array | None,
+    kept: Array,
     delta: Array,
     anchor: Array,
 ) -> tuple[Array, Array, Array, Any]:
     """Return the gradients of query, key and value in public layout, and of the padded bias.
 
     Key tiles outside, query tiles inside: the gradients of key and value are carried by the inner loop, that of the query
-    is added to in place. Rows that see nothing have an anchor of inf.
+    is added to in place. The weights are kept * e**(logits - anchor), and delta has been multiplied by kept. Rows that see
+    nothing have an anchor of inf.
     """
     dtype = settings.softmax_dtype
     may, must = t.kinds_per_unit(shape, mask, bias is not None, settings.skip_by_data)
@@ -265,9 +279,7 @@ def _backward_tiles(
 
         queries, keys, values = queries_of(query) * settings.scale, keys_of(key), keys_of(value)
         deltas, anchors = queries_of(delta[..., None]), queries_of(anchor[..., None], fill=float("inf"))
-        d_outputs = jnp.where(anchors == jnp.inf, 0, queries_of(d_output))
-        if kept is not None:
-            d_outputs = d_outputs * queries_of(kept[..., None])
+        d_outputs = jnp.where(anchors == jnp.inf, 0, queries_of(d_output) * queries_of(kept[..., None]))
         finite_keys, finite_queries = t.finite_tiles(keys, shape.block_kv), t.finite_tiles(queries, shape.block_q)
 
         def column(carry: Any, j: Array) -> Any:

@@ -45,8 +45,11 @@ def decode(
     block_kv: int,
     skip_by_data: bool,
     dtype: np.dtype,
-) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Return the output and the logsumexp of the keys in `dtype`. Arguments are those of `blockwise_attention`."""
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"], Float[Array, "B T H"]]:
+    """Return in `dtype` the output, the highest logit and the sum of exponentials relative to it: -inf and 1 for a row of no key.
+
+    Arguments are those of `blockwise_attention`.
+    """
     (B, T, H, D), (_, S, K, Dv) = query.shape, value.shape
     shape = Shape(B, T, S, K, H // K, T, min(block_kv, S), heads=K)
     work = t.work_list(*t.kinds_per_unit(shape, mask, bias is not None, skip_by_data), pairs=False)
@@ -54,7 +57,7 @@ def decode(
     queries = query.reshape(B, T, K, shape.G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, shape.G * T, D)
     product = _Product(shape.G * T <= _NARROW, scale, dtype)
 
-    def row(_: None, batch: Array) -> tuple[None, tuple[Array, Array]]:
+    def row(_: None, batch: Array) -> tuple[None, tuple[Array, Array, Array]]:
         def visit(j: Array, state: tuple[Array, Array, Array], tiles: int, partial: bool) -> tuple[Array, Array, Array]:
             output, highest, total = state
             at = step.at(batch, j)
@@ -70,13 +73,13 @@ def decode(
         rows = (K, shape.G * T)
         state = jnp.zeros((*rows, Dv), dtype), jnp.full(rows, NEG_INF, dtype), jnp.zeros(rows, dtype)
         output, highest, total = work.loop(visit, batch, 0, 0, state)
-        empty = total == 0
-        total = jnp.where(empty, 1, total)
-        return None, (output / total[..., None], jnp.where(empty, NEG_INF, highest + jnp.log(total)))
+        total = jnp.where(total == 0, 1, total)
+        return None, (output / total[..., None], highest, total)
 
-    _, (output, logsumexp) = jax.lax.scan(row, None, jnp.arange(B, dtype=jnp.int32))
+    _, (output, highest, total) = jax.lax.scan(row, None, jnp.arange(B, dtype=jnp.int32))
     output = output.reshape(B, H, T, Dv).transpose(0, 2, 1, 3)
-    return output, logsumexp.reshape(B, H, T).transpose(0, 2, 1)
+    highest, total = (x.reshape(B, H, T).transpose(0, 2, 1) for x in (highest, total))
+    return output, highest, total
 
 
 class _Step:
