@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 from compiling import environment_of_users
 
+import attention_ops as ao
+from attention_ops.sharding import layout, transfers
 from tests.mesh_cases import SHORT
 from tests.mesh_transforms import NAMED, RUN, SECOND
 
@@ -36,7 +40,7 @@ def test_values_and_gradients_are_those_of_one_device(mesh):
 
 
 COLLECTIVES = """
-import collections, json, math, re
+import json, math, re
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import attention_ops as ao
@@ -49,6 +53,11 @@ one = jax.ShapeDtypeStruct((1, 1, 8, 16), jnp.float32)
 bias, mask = (
     jax.ShapeDtypeStruct((1, 1, T, T), dtype, sharding=NamedSharding(mesh, P(None, None, "sp"))) for dtype in (jnp.float32, bool)
 )
+
+def sizes(dtypes, text):
+    shapes = re.findall(rf"(?:{dtypes})\\[([\\d,]+)\\]", text)
+    return [math.prod(int(n) for n in shape.split(",")) for shape in shapes]
+
 found = {}
 for impl in ("ring", "ulysses", "flash"):
     def forward(q, k, v, bias=None, mask=None, impl=impl):
@@ -66,19 +75,33 @@ for impl in ("ring", "ulysses", "flash"):
             continue  # every device needs all of its heads' logits
         compiled = jax.jit(function).lower(*arrays).compile()
         text = compiled.as_text()
-        names = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\\(", text)
-        shapes = re.findall(r"(?:f32|pred)\\[([\\d,]+)\\]", text)
-        largest = max(math.prod(int(n) for n in shape.split(",")) for shape in shapes)
-        found[f"{impl} {name}"] = {"collectives": collections.Counter(names), "largest": largest}
+        collective = r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\\("
+        sent = [
+            (name, where, 4 * sum(sizes("f32", shapes)))
+            for where, part in zip(("in a loop", "once"), text.split("\\nENTRY "), strict=True)
+            for shapes, name in re.findall(collective, part)
+        ]
+        found[f"{impl} {name}"] = {"sent": sent, "largest": max(sizes("f32|pred", text))}
 print(json.dumps(found))
 """
 
 
-def test_the_collectives_are_the_documented_ones():
+SHARE = {"all-gather": 7 / 8, "all-to-all": 7 / 8, "all-reduce": 2 * 7 / 8, "collective-permute": 1}
+"""What one of eight devices receives from others, for each byte of a collective's result."""
+COUNTED = {
+    "ring forward": (2048, "ring"),
+    "ulysses forward": (2048, "ulysses"),
+    "flash forward": (2048, "gather"),
+    "ring decode": (1, "ring"),
+    "flash decode": (1, "gather"),
+}
+
+
+def test_the_collectives_are_the_documented_ones_and_explain_counts_their_bytes():
     result = on_eight_devices("-c", COLLECTIVES, environment=environment_of_users())
     assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout)
-    collectives = {key: set(value["collectives"]) for key, value in found.items()}
+    programs = json.loads(result.stdout)
+    collectives = {key: {name for name, *_ in value["sent"]} for key, value in programs.items()}
     assert collectives == {
         "ring forward": {"collective-permute"},
         "ring with rows": {"collective-permute"},
@@ -92,7 +115,14 @@ def test_the_collectives_are_the_documented_ones():
         "flash gradient": {"all-gather", "all-reduce"},
         "flash decode": {"all-gather", "all-reduce"},
     }
-    assert max(value["largest"] for value in found.values()) <= 2048 * 2048 // 2, "an array of T * S"
+    assert max(value["largest"] for value in programs.values()) <= 2048 * 2048 // 2, "an array of T * S"
+
+    metadata = ao.OperationMetadata(mesh=jax.sharding.AbstractMesh((8,), ("sp",)))
+    for program, (T, way) in COUNTED.items():
+        arrays = [jax.ShapeDtypeStruct((1, n, 8, 16), jnp.float32) for n in (T, 2048, 2048)]
+        spec, hops = ao.plan("flash", *arrays, causal=True).spec, {"in a loop": 7, "once": 1}
+        received = sum(SHARE[name] * size * hops[where] for name, where, size in programs[program]["sent"])
+        assert received == sum(found.bytes for found in transfers(spec, layout(spec, metadata, way))) > 0, program
 
 
 OTHER = """
