@@ -178,7 +178,8 @@ def _forward(run: Callable[[Any, Any], Any], subject: Subject, inputs: Any, othe
     own = _mark(leaves, _Stage.FORWARD, subject) if subject.derivatives is Derivatives.GRADIENT else leaves
     output, pull_back = jax.vjp(lambda inputs: run(inputs, others), tree.unflatten(own))
     given = {id(leaf): leaf for leaf in jax.tree_util.tree_leaves(others)} | dict(zip(map(id, own), leaves, strict=True))
-    names = {id(leaf): (leaf, RESIDUALS_NAME) for leaf in jax.tree_util.tree_leaves(pull_back) if id(leaf) not in given}
+    kept = jax.tree_util.tree_leaves((pull_back, output.logsumexp))
+    names = {id(leaf): (leaf, RESIDUALS_NAME) for leaf in kept if id(leaf) not in given}
     names |= {id(output.attention_outputs): (output.attention_outputs, OUTPUT_NAME)}
     named = given | {key: checkpoint_name(leaf, name) for key, (leaf, name) in names.items()}
     return jax.tree_util.tree_map(lambda leaf: named.get(id(leaf), leaf), (output, pull_back))

@@ -653,6 +653,13 @@ def test_saving_the_named_residuals_keeps_the_forward_kernel_from_running_again(
     assert saved.count(RESIDUALS_NAME) == (2 if dtype == "float32" else 3)
 
 
+def test_a_logsumexp_that_is_used_is_kept_with_the_residuals():
+    """Else what uses it, as the merging of parts of the keys does, would run the forward kernel again for it."""
+    x = jnp.ones((1, 4, 2, 3))
+    loss = lambda x: jnp.sum(jnp.sin(ao.attention(x, x, x, impl="flash", return_logsumexp=True).logsumexp))  # noqa: E731
+    assert loops(jax.grad(jax.checkpoint(loss, policy=save_names)), x) == loops(jax.grad(loss), x)
+
+
 @pytest.mark.parametrize("op", ["vanilla", "sdpa"])
 def test_the_output_of_a_route_in_plain_operations_is_named_too(op, capsys):
     call = Call(op)
