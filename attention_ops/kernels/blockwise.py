@@ -261,18 +261,20 @@ def _backward_tiles(
 
     Key tiles outside, query tiles inside: the gradients of key and value are carried by the inner loop, that of the query
     is added to in place. The weights are kept * e**(logits - anchor), and delta has been multiplied by kept. Rows that see
-    nothing have an anchor of inf.
+    nothing have an anchor of inf. All rows are taken from the last to the first: where a mask is causal the later ones see more
+    keys and give less to each, and a sum that begins with its small terms is the more exact.
     """
     dtype = settings.softmax_dtype
     may, must = t.kinds_per_unit(shape, mask, bias is not None, settings.skip_by_data)
     work = t.work_list(may.swapaxes(-1, -2), must.swapaxes(-1, -2))
-    tiler = Tiler(shape, mask, bias, settings.soft_cap, keys_first=True)
+    tiler = Tiler(shape, mask, bias, settings.soft_cap, is_backward=True)
 
     def unit(carry: tuple[Any, ...], index: tuple[Array, Array]) -> tuple[tuple[Any, ...], None]:
         batch, heads = index
 
         def queries_of(x: Array, fill: float = 0.0) -> Array:
-            return t.from_bits(t.queries_of_unit(t.bits(x), shape, batch, heads, fill), x.dtype).astype(dtype)
+            rows = t.from_bits(t.queries_of_unit(t.bits(x), shape, batch, heads, fill), x.dtype).astype(dtype)
+            return rows[:, :, ::-1]
 
         def keys_of(x: Array) -> Array:
             return t.from_bits(t.keys_of_unit(t.bits(x), shape, batch, heads), x.dtype).astype(dtype)
@@ -289,11 +291,12 @@ def _backward_tiles(
             def visit(i: Array, state: Any, tiles: int, partial: bool) -> Any:
                 d_queries, d_bias, d_key, d_value = state
                 at = tiler.at(batch, heads, i, j, q_tiles=tiles)
-                q, do, delta, anchor = (t.query_tile(x, shape, i, tiles) for x in (queries, d_outputs, deltas, anchors))
+                place = shape.grid[0] - tiles - i
+                q, do, delta, anchor = (t.query_tile(x, shape, place, tiles) for x in (queries, d_outputs, deltas, anchors))
                 seen, kk = tiler.visible(at) if partial else None, k
                 if seen is not None:
                     kk = tiler.without_unseen_keys(k, finite_keys[j], at)
-                    q = tiler.without_blind_queries(q, t.all_of(finite_queries, i, tiles), at)
+                    q = tiler.without_blind_queries(q, t.all_of(finite_queries, place, tiles), at)
                 logits, slope = tiler.logits(q, kk, at)
                 weights = jnp.exp(logits - anchor.swapaxes(1, 2))
                 d_logits = t.dot(v, do, (2, 2)) - delta.swapaxes(1, 2)
@@ -308,7 +311,7 @@ def _backward_tiles(
                 d_value = d_value + t.dot(weights, do, (2, 1))
                 d_key = d_key + t.dot(d_logits, q, (2, 1))
                 kk = k_transposed if seen is None else jax.lax.optimization_barrier(kk.swapaxes(1, 2))
-                d_queries = _add_rows(d_queries, t.dot(kk, d_logits, (2, 1)), i * shape.block_q)
+                d_queries = _add_rows(d_queries, t.dot(kk, d_logits, (2, 1)), place * shape.block_q)
                 return d_queries, d_bias, d_key, d_value
 
             d_queries, d_bias = carry
@@ -320,7 +323,7 @@ def _backward_tiles(
         start = jnp.zeros((shape.heads, query.shape[-1], shape.G, shape.padded[0]), dtype)
         cols = jnp.arange(shape.grid[1], dtype=jnp.int32)
         (d_queries, d_bias), (d_keys, d_values) = jax.lax.scan(column, (start, d_bias), cols)
-        d_queries = d_queries.transpose(3, 0, 2, 1).reshape(shape.padded[0], shape.query_heads, -1) * settings.scale
+        d_queries = d_queries[..., ::-1].transpose(3, 0, 2, 1).reshape(shape.padded[0], shape.query_heads, -1) * settings.scale
         d_query = t.put_unit(d_query, d_queries, batch, heads)
         d_key, d_value = (
             t.put_unit(whole, t.from_key_tiles(x), batch, heads) for whole, x in ((d_key, d_keys), (d_value, d_values))

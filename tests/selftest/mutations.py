@@ -287,7 +287,7 @@ MUTATIONS = (
     Mutation(
         "the gradient of a tile of queries is added to the first rows",
         "kernels.blockwise:_backward_tiles",
-        "i * shape.block_q)",
+        "place * shape.block_q)",
         "0)",
         "blocksparse/native plain/tiles/float32",
     ),
@@ -308,7 +308,7 @@ MUTATIONS = (
     Mutation(
         "queries of NaN that see nothing reach the gradient of the key",
         "kernels.blockwise:_backward_tiles",
-        "q = tiler.without_blind_queries(q, t.all_of(finite_queries, i, tiles), at)",
+        "q = tiler.without_blind_queries(q, t.all_of(finite_queries, place, tiles), at)",
         "pass",
         "blocksparse/native mask/small/float32/nan",
     ),
