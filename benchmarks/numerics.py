@@ -357,8 +357,10 @@ def page(measured: Mapping[tuple[Case, np.dtype], Mapping[str, Mapping[str, Erro
                 cells = [str(by_system[name]) if name in by_system else "-" for name in columns]
                 found = max(ratio(by_system, name) for name in OURS if name in by_system)
                 lines.append(f"| {dtype} | {quantity} | {' | '.join(cells)} | {_short(found)} |")
-                if (case.name, str(dtype), quantity) in KNOWN and found > ALLOWED:
-                    why.setdefault(KNOWN[case.name, str(dtype), quantity].why, []).append(f"{quantity} in {dtype}")
+                known = KNOWN.get((case.name, str(dtype), quantity))
+                if known is not None and found > ALLOWED:
+                    by = "" if known.systems == OURS else f" by {' and '.join(f'`{name}`' for name in known.systems)}"
+                    why.setdefault(known.why, []).append(f"{quantity} in {dtype}{by}")
         lines += ["", *(f"Above {ALLOWED}: {', '.join(where)}, because {reason}." for reason, where in why.items())]
         lines += [""] if why else []
     return "\n".join([*lines, END])
