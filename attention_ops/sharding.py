@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from attention_ops import sequence
 from attention_ops.features import Feature
+from attention_ops.kernels.sinks import output_with_sinks
 from attention_ops.masks import Causal, Chunked, Dense, Mask, Positional, Segments, Window
 from attention_ops.metadata import OperationMetadata
 from attention_ops.request import AttentionOutput, AttentionRequest, RequestSpec
@@ -336,20 +337,33 @@ def transfers(spec: RequestSpec, split: Layout) -> tuple[Transfer, ...]:
     if split.way == "ring":
         around = (Transfer("keys and values, one part a hop", keys * (n - 1), n - 1),)
         own = B * spec.T * H * (spec.D + spec.Dv) * item // n + keys
-        return (
-            (Transfer("queries, keys, values and outputs, into zigzag order and back", own, 2), *around)
-            if split.zigzag
-            else around
-        )
+        if not split.zigzag:
+            return around
+        ordered = (Transfer("queries, keys, values and outputs, into zigzag order and back", own, 2),)
+        if rows := _bytes_with_rows(spec, split):
+            ordered = (*ordered, Transfer("rows of the bias and of boolean masks, into zigzag order", rows, 1))
+        return (*ordered, *around)
     if split.way == "merge":
         rows, statistic = B * spec.T * H, spec.softmax_dtype.itemsize
         summed = Transfer("outputs, summed", 2 * rows * spec.Dv * statistic * (n - 1) // n, 1)
         return Transfer("logsumexp, gathered", rows * statistic * (n - 1), 1), summed
     if split.way == "ulysses":
-        moved = B * spec.T * H * (spec.D + spec.Dv) * item // n * (n - 1) // n
+        moved = B * spec.T * H * (spec.D + spec.Dv) * item // n * (n - 1) // n if spec.T % n == 0 else 0
         keys = keys * (n - 1) // n if split.has_own_keys else keys * (n - 1)
-        return Transfer("queries and outputs, heads for sequence", moved, 2), Transfer("keys and values", keys, 1)
+        own = (Transfer("queries and outputs, heads for sequence", moved, 2),) if moved else ()
+        return (*own, Transfer("keys and values", keys, 1))
     return ()
+
+
+def _bytes_with_rows(spec: RequestSpec, split: Layout) -> int:
+    """Return the bytes of one device's part of the bias and the dense masks that differ by query row."""
+    leaves = () if spec.mask is None else spec.mask.leaves()
+    arrays = [(leaf.array.shape, 1) for leaf in leaves if isinstance(leaf, Dense)]
+    if spec.bias_shape is not None and spec.bias_dtype is not None:
+        arrays.append((spec.bias_shape, spec.bias_dtype.itemsize))
+    parts = (split.batch_parts, split.head_parts, split.sequence_parts, 1)
+    shares = ((shape, item, [n for n, size in zip(parts, shape, strict=True) if size > 1]) for shape, item in arrays)
+    return sum(math.prod(shape) * item // math.prod(divided) for shape, item, divided in shares if shape[2] > 1)
 
 
 # ---------------------------------------------------------------- running
@@ -438,9 +452,7 @@ def _in_parts(
     way = functools.partial(sequence.ring, zigzag=split.zigzag) if split.way == "ring" else sequence.merged
     output, logsumexp = way(attend, split.sequence, query, key, value, mask, bias)
     if sinks is not None:
-        total = jnp.logaddexp(logsumexp, jax.nn.logsumexp(sinks.astype(logsumexp.dtype), axis=-1))
-        total = jnp.where(total == -jnp.inf, 0, total)
-        output = (output.astype(logsumexp.dtype) * jnp.exp(logsumexp - total)[..., None]).astype(output.dtype)
+        output = output_with_sinks(output.astype(logsumexp.dtype), logsumexp, jnp.ones(()), sinks, output.dtype)
     return AttentionOutput(output, logsumexp=logsumexp if spec.want_logsumexp else None)
 
 

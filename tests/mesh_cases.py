@@ -5,6 +5,7 @@ Each compares values and gradients with those of the same call without a mesh. t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import zlib
@@ -62,6 +63,8 @@ def options_of(names, shape, rng):
                 options |= {"bias": jnp.asarray(rng.standard_normal((1, H, T, S)), jnp.float32)}
             case "sinks":
                 options |= {"softmax_aux": jnp.asarray(rng.standard_normal(H), jnp.float32)}
+            case "sinks_of_some":
+                options |= {"softmax_aux": jnp.asarray(np.where(np.arange(H) % 2, 0.5, -np.inf), jnp.float32)}
             case "soft_cap":
                 options |= {"logits_soft_cap": 3.0}
             case "dense":
@@ -92,8 +95,9 @@ def call(name, shape, names, rng, gradient=True):
 
 def difference(one, many):
     """Return which results differ and by how much, or ''."""
+    finite = functools.partial(np.nan_to_num, nan=999, neginf=-99)
     found = [
-        f"{jax.tree_util.keystr(path)} by {np.max(np.abs(np.nan_to_num(a, neginf=-99) - np.nan_to_num(b, neginf=-99))):.2g}"
+        f"{jax.tree_util.keystr(path)} by {np.max(np.abs(finite(a) - finite(b))):.2g}"
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(many), strict=True)
         if not np.allclose(np.asarray(a), np.asarray(b), atol=3e-5, rtol=3e-5)
     ]

@@ -54,9 +54,9 @@ bias, mask = (
     jax.ShapeDtypeStruct((1, 1, T, T), dtype, sharding=NamedSharding(mesh, P(None, None, "sp"))) for dtype in (jnp.float32, bool)
 )
 
-def sizes(dtypes, text):
-    shapes = re.findall(rf"(?:{dtypes})\\[([\\d,]+)\\]", text)
-    return [math.prod(int(n) for n in shape.split(",")) for shape in shapes]
+def sizes(text):
+    shapes = re.findall(r"(f32|pred)\\[([\\d,]+)\\]", text)
+    return [(math.prod(int(n) for n in shape.split(",")), {"f32": 4, "pred": 1}[dtype]) for dtype, shape in shapes]
 
 found = {}
 for impl in ("ring", "ulysses", "flash"):
@@ -77,11 +77,11 @@ for impl in ("ring", "ulysses", "flash"):
         text = compiled.as_text()
         collective = r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\\("
         sent = [
-            (name, where, 4 * sum(sizes("f32", shapes)))
+            (name, where, sum(size * item for size, item in sizes(shapes)))
             for where, part in zip(("in a loop", "once"), text.split("\\nENTRY "), strict=True)
             for shapes, name in re.findall(collective, part)
         ]
-        found[f"{impl} {name}"] = {"sent": sent, "largest": max(sizes("f32|pred", text))}
+        found[f"{impl} {name}"] = {"sent": sent, "largest": max(size for size, _ in sizes(text))}
 print(json.dumps(found))
 """
 
@@ -90,8 +90,11 @@ SHARE = {"all-gather": 7 / 8, "all-to-all": 7 / 8, "all-reduce": 2 * 7 / 8, "col
 """What one of eight devices receives from others, for each byte of a collective's result."""
 COUNTED = {
     "ring forward": (2048, "ring"),
+    "ring with rows": (2048, "ring"),
     "ulysses forward": (2048, "ulysses"),
     "flash forward": (2048, "gather"),
+    "flash with rows": (2048, "gather"),
+    "ulysses decode": (1, "ulysses"),
     "ring decode": (1, "ring"),
     "flash decode": (1, "gather"),
 }
@@ -120,7 +123,9 @@ def test_the_collectives_are_the_documented_ones_and_explain_counts_their_bytes(
     metadata = ao.OperationMetadata(mesh=jax.sharding.AbstractMesh((8,), ("sp",)))
     for program, (T, way) in COUNTED.items():
         arrays = [jax.ShapeDtypeStruct((1, n, 8, 16), jnp.float32) for n in (T, 2048, 2048)]
-        spec, hops = ao.plan("flash", *arrays, causal=True).spec, {"in a loop": 7, "once": 1}
+        rows = [jax.ShapeDtypeStruct((1, 1, T, 2048), dtype) for dtype in (jnp.float32, bool)]
+        bias, mask = rows if program.endswith("rows") else (None, None)
+        spec, hops = ao.plan("flash", *arrays, causal=True, bias=bias, mask=mask).spec, {"in a loop": 7, "once": 1}
         received = sum(SHARE[name] * size * hops[where] for name, where, size in programs[program]["sent"])
         assert received == sum(found.bytes for found in transfers(spec, layout(spec, metadata, way))) > 0, program
 

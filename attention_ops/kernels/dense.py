@@ -69,9 +69,13 @@ def dense_attention(
     output = _weighted_sum(kept.reshape(B, K, G, T, S), value).reshape(B, T, H, -1)
     logsumexp, highest, total = (x.swapaxes(1, 2) for x in (logsumexp, *anchored))
     if sinks is None:
-        return DenseOutput(output.astype(dtype), weights, logsumexp)
-    share = shares(highest, total, sinks)[0].swapaxes(1, 2)[..., None]
-    return DenseOutput(output_with_sinks(output, highest, total, sinks, dtype), weights * share, logsumexp)
+        output = output.astype(dtype)
+    else:
+        weights = weights * shares(highest, total, sinks)[0].swapaxes(1, 2)[..., None]
+        output = output_with_sinks(output, highest, total, sinks, dtype)
+    if allowed is not None:  # a row that sees nothing has no gradient, whatever its cotangent
+        output = jnp.where(highest[..., None] == -jnp.inf, 0, output)
+    return DenseOutput(output, weights, logsumexp)
 
 
 _LONG, _PART = 1 << 12, 1 << 10

@@ -100,11 +100,11 @@ def dropout_of_each_part() -> str:
 
 
 CASES: dict[str, Callable[[], str]] = {
-    "ring_with_sinks": Compared("sp=4", "ring", (3, 16, 16, 2, 1), ("window", "lengths", "bias", "sinks")),
+    "ring_with_sinks": Compared("sp=4", "ring", (3, 16, 16, 2, 1), ("window", "lengths", "bias", "sinks_of_some")),
     "ring_with_sinks_forward": Compared(
-        "sp=4", "ring", (3, 16, 16, 2, 1), ("window", "lengths", "bias", "sinks"), gradient=False
+        "sp=4", "ring", (3, 16, 16, 2, 1), ("window", "lengths", "bias", "sinks_of_some"), gradient=False
     ),
-    "keys_merged": Compared("sp=4", "vanilla", (2, 1, 8, 2, 1), ("causal", "lengths", "bias", "sinks")),
+    "keys_merged": Compared("sp=4", "vanilla", (2, 1, 8, 2, 1), ("causal", "lengths", "bias", "sinks_of_some")),
     "keys_gathered": Compared("sp=4", "vanilla", (2, 16, 16, 2, 1), ("causal", "segments", "bias")),
     "heads_of_one_key_head": Compared("tp=4", "vanilla", (1, 4, 4, 8, 2), ("causal",)),
     "heads_of_several_key_heads": Compared("dp=2,tp=2", "vanilla", (2, 4, 4, 6, 3), ("causal", "static", "lengths")),

@@ -444,7 +444,7 @@ MUTATIONS = (
     Mutation(
         "the weights that are returned leave out the sinks",
         "kernels.dense:dense_attention",
-        "weights * share",
+        "weights * shares(highest, total, sinks)[0].swapaxes(1, 2)[..., None]",
         "weights",
         "vanilla/native sinks/small/float32",
     ),
