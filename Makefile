@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE := 1
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: selftest selftest-full test test-device lint types unit unit-as-users docs doctest fuzz bench docs-tables clean
+.PHONY: selftest selftest-full test test-device lint types unit unit-as-users docs doctest fuzz mesh bench docs-tables clean
 .DELETE_ON_ERROR:
 
 selftest: $(VENV)/.package
@@ -45,6 +45,12 @@ docs: $(VENV)/.tests
 FUZZ_SEED ?= 0
 fuzz: $(VENV)/.tests
 	ATTENTION_OPS_FUZZ=25 $(BIN)/pytest -x tests/test_properties.py --hypothesis-seed=$(FUZZ_SEED) --hypothesis-show-statistics
+
+# Every operation on eight CPU devices, five meshes, six shapes and seven options: about an hour. `make test` has some of them.
+mesh: export XLA_FLAGS := --xla_force_host_platform_device_count=8
+mesh: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
+mesh: $(VENV)/.tests
+	set -e; for mesh in dp=8 tp=8 sp=8 dp=2,tp=2,sp=2 fsdp=2,sp=4; do $(BIN)/python -m tests.mesh_cases $$mesh --all; done
 
 bench: $(VENV)/.package
 	$(BIN)/python -m attention_ops.bench
