@@ -61,6 +61,8 @@ def options_of(names, shape, rng):
                 options |= {"q_segment_ids": ids[:, S - T :], "kv_segment_ids": ids.at[0, 3].set(-1)}
             case "bias":
                 options |= {"bias": jnp.asarray(rng.standard_normal((1, H, T, S)), jnp.float32)}
+            case "bias_of_rows":
+                options |= {"bias": jnp.asarray(rng.standard_normal((1, 1, T, S)), jnp.float32)}
             case "sinks":
                 options |= {"softmax_aux": jnp.asarray(rng.standard_normal(H), jnp.float32)}
             case "sinks_of_some":
@@ -124,8 +126,10 @@ def cases(mesh, every):
             yield from ((name, shape, (option,)) for option in OPTIONS)
         elif shape in SHORT[mesh].get(name, ()):
             first, second = OPTIONS[index % 6], OPTIONS[(index + 1 + index // 6 % 4) % 6]
-            in_zigzag = name == "ring" and shape in ("mqa", "odd_heads")  # causal without a window
-            yield name, shape, (first, *(("causal", "dense") if in_zigzag else (second,)))
+            if name == "ring" and shape in ("mqa", "odd_heads"):  # causal without a window, so in zigzag order
+                yield name, shape, ("bias_of_rows" if first == "bias" else first, "causal", "dense")
+            else:
+                yield name, shape, (first, second)
 
 
 def main():

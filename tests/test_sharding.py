@@ -170,7 +170,7 @@ def test_in_zigzag_order_all_devices_see_as_much_of_a_causal_mask(n):
     assert {sum(key <= row for row in rows for key in keys) for rows in starts} == {2 * n + 1}
 
 
-def test_zigzag_is_for_causal_masks_without_a_window():
+def test_zigzag_is_for_causal_masks_without_a_window_or_a_bias_of_every_head_and_row():
     metadata = _metadata((4,), ("sp",))
 
     def is_zigzag(**options):
@@ -180,6 +180,9 @@ def test_zigzag_is_for_causal_masks_without_a_window():
     assert is_zigzag(mask=ao.masks.Causal() & ao.masks.Chunked(2))
     assert not is_zigzag()
     assert not is_zigzag(causal=True, sliding_window=(3, 0))
+    for shape in ((1, 1, 16, 16), (1, 4, 1, 16), (1, 4, 16, 16)):
+        bias = jax.ShapeDtypeStruct(shape, jnp.float32)
+        assert is_zigzag(causal=True, bias=bias) == (shape[1:3] != (4, 16)), shape
     assert not is_zigzag(mask=ao.masks.Causal() & ao.masks.Chunked(4))
 
 
