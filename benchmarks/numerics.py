@@ -299,26 +299,21 @@ def ratio(errors: Mapping[str, Error], name: str, peers: tuple[str, ...] = PEERS
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Against one peer some systems are further off than the rule allows. Against the other one they keep it."""
+    """Against one peer ours are further off than the rule allows. Against the other one they keep it."""
 
-    systems: tuple[str, ...]
     peer: str
     why: str
 
 
 _ORDER = Known(
-    OURS,
     "PyTorch",
     "XLA's CPU backend adds the rows of a product one after another and PyTorch in parts of 32 to 64; jax.nn is as far off as "
     "ours",
 )
-_ORDER_OF_VANILLA = dataclasses.replace(_ORDER, systems=("vanilla",))
-"""`flash` and `blocksparse` begin with the last row, of which a causal mask makes the least."""
 _FLUSHED = Known(
-    OURS, "PyTorch", "XLA's CPU backend takes subnormal numbers for 0, those of the inputs included; jax.nn is as far off as ours"
+    "PyTorch", "XLA's CPU backend takes subnormal numbers for 0, those of the inputs included; jax.nn is as far off as ours"
 )
 KNOWN: dict[tuple[str, str, str], Known] = {
-    ("causal", "float32", "d_value"): _ORDER_OF_VANILLA,
     ("shared keys", "float32", "d_key"): _ORDER,
     ("shared keys", "float32", "d_value"): _ORDER,
     **{("subnormal", dtype, name): _FLUSHED for dtype in ("float32", "bfloat16") for name in ("output", "d_query", "d_key")},
@@ -330,8 +325,8 @@ def breaches(case: Case, dtype: np.dtype, errors: Mapping[str, Mapping[str, Erro
     """Yield what breaks the rule and is not known, as sentences. sdpa is not asked: it is jax.nn."""
     for quantity, by_system in errors.items():
         known = KNOWN.get((case.name, str(dtype), quantity))
+        peers = tuple(peer for peer in PEERS if known is None or peer != known.peer)
         for name in OURS:
-            peers = tuple(peer for peer in PEERS if known is None or name not in known.systems or peer != known.peer)
             if name in by_system and (found := ratio(by_system, name, peers)) > ALLOWED:
                 far = f"{name} is {found:.2f} times as far off as {' or '.join(peers)}"
                 yield f"{case.name}, {dtype}, {quantity}: {far}: {by_system}"
@@ -359,8 +354,7 @@ def page(measured: Mapping[tuple[Case, np.dtype], Mapping[str, Mapping[str, Erro
                 lines.append(f"| {dtype} | {quantity} | {' | '.join(cells)} | {_short(found)} |")
                 known = KNOWN.get((case.name, str(dtype), quantity))
                 if known is not None and found > ALLOWED:
-                    by = "" if known.systems == OURS else f" by {' and '.join(f'`{name}`' for name in known.systems)}"
-                    why.setdefault(known.why, []).append(f"{quantity} in {dtype}{by}")
+                    why.setdefault(known.why, []).append(f"{quantity} in {dtype}")
         lines += ["", *(f"Above {ALLOWED}: {', '.join(where)}, because {reason}." for reason, where in why.items())]
         lines += [""] if why else []
     return "\n".join([*lines, END])

@@ -42,6 +42,9 @@ def dense_attention(
     B, T, H, _ = query.shape
     S, K = key.shape[1], key.shape[2]
     G, dtype = H // K, query.dtype
+    # From the last row to the first: where a mask is causal the later ones see more keys and give less to each, and a gradient
+    # of keys and values that is summed from its small terms on is the more exact.
+    query, allowed, bias = query[:, ::-1], _rows_reversed(allowed), _rows_reversed(bias)
     query, key, value = (x.astype(softmax_dtype) for x in (query, key, value))
     if bias is not None:
         blocked = bias == -jnp.inf
@@ -64,7 +67,7 @@ def dense_attention(
     weights, logsumexp, *anchored = _softmax(logits)
     kept = weights
     if dropout_key is not None:
-        keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_probability, weights.shape)
+        keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_probability, weights.shape)[:, :, ::-1]
         kept = jnp.where(keep, weights / (1.0 - dropout_probability), 0.0)
     output = _weighted_sum(kept.reshape(B, K, G, T, S), value).reshape(B, T, H, -1)
     logsumexp, highest, total = (x.swapaxes(1, 2) for x in (logsumexp, *anchored))
@@ -75,7 +78,11 @@ def dense_attention(
         output = output_with_sinks(output, highest, total, sinks, dtype)
     if allowed is not None:  # a row that sees nothing has no gradient, whatever its cotangent
         output = jnp.where(highest[..., None] == -jnp.inf, 0, output)
-    return DenseOutput(output, weights, logsumexp)
+    return DenseOutput(output[:, ::-1], weights[:, :, ::-1], logsumexp[:, ::-1])
+
+
+def _rows_reversed(x: Array | None) -> Array | None:
+    return None if x is None else x[:, :, ::-1]
 
 
 _LONG, _PART = 1 << 12, 1 << 10
