@@ -71,6 +71,8 @@ def parse(text: str, T: int, S: int) -> masks.Mask:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"the mask has {len(text)} characters, more than {MAX_CHARACTERS}, the limit")
     text = " ".join(text.split())
+    if "\0" in text:  # Python before 3.11.4 says nothing of where
+        raise ValueError(f"{text!r} is no mask: a null character at character {text.index(chr(0)) + 1}. {ALLOWED}")
     try:
         return _Reader(text, T, S).mask(ast.parse(text, mode="eval").body)
     except SyntaxError as error:
