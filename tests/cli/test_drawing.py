@@ -179,7 +179,7 @@ ERRORS = {
     "~" * 1900 + "causal": "nested too deeply",
     "causal & " * 300: "the mask has 2700 characters, more than 2000, the limit",
     "(" * 300 + "causal" + ")" * 300: "too many nested parentheses",
-    "causal\0": "is no mask",
+    "causal\0": "is no mask: a null character at character 7",
 }
 
 
