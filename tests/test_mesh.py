@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from compiling import environment_of_users
+from compiling import environment_of_users, on_devices
 
 import attention_ops as ao
 from attention_ops.sharding import layout, transfers
@@ -18,21 +15,9 @@ from tests.mesh_cases import SHORT
 from tests.mesh_transforms import NAMED, RUN, SECOND
 
 
-def on_eight_devices(*arguments, environment=os.environ):
-    flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**environment, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("mesh", SHORT)
 def test_values_and_gradients_are_those_of_one_device(mesh):
-    result = on_eight_devices("-m", "tests.mesh_cases", mesh)
+    result = on_devices(8, "-m", "tests.mesh_cases", mesh)
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert len(lines) == sum(len(shapes) for shapes in SHORT[mesh].values())
@@ -101,7 +86,7 @@ COUNTED = {
 
 
 def test_the_collectives_are_the_documented_ones_and_explain_counts_their_bytes():
-    result = on_eight_devices("-c", COLLECTIVES, environment=environment_of_users())
+    result = on_devices(8, "-c", COLLECTIVES, environment=environment_of_users())
     assert result.returncode == 0, result.stderr[-2000:]
     programs = json.loads(result.stdout)
     collectives = {key: {name for name, *_ in value["sent"]} for key, value in programs.items()}
@@ -173,12 +158,12 @@ print("equal")
 
 
 def test_axis_types_outer_transforms_and_an_outer_shard_map():
-    result = on_eight_devices("-c", OTHER)
+    result = on_devices(8, "-c", OTHER)
     assert result.stdout.strip() == "equal", result.stderr[-3000:]
 
 
 def test_transformations_over_a_mesh():
-    result = on_eight_devices("-m", "tests.mesh_transforms")
+    result = on_devices(8, "-m", "tests.mesh_transforms")
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert len(lines) == sum(map(len, RUN.values())) + len(SECOND) + len(NAMED) + 1

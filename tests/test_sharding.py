@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import on_devices
 from jax.sharding import PartitionSpec as P
 
 import attention_ops as ao
@@ -60,14 +58,7 @@ print("equal")
 
 
 def test_the_numbers_of_one_device():
-    result = subprocess.run(
-        [sys.executable, "-c", ON_EIGHT_DEVICES],
-        env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    result = on_devices(8, "-c", ON_EIGHT_DEVICES)
     assert result.stdout.strip() == "equal", result.stderr[-3000:]
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import on_devices
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from mutations import MESH, MUTATIONS, PAGE, page
@@ -174,11 +172,20 @@ def rules_refuse_beyond_their_limit_and_not_at_it() -> None:
             assert (found is not None) == is_refused, rule
 
 
-def _over(impl: str, T: int = 16, H: int = 4, K: int = 2, S: int = 16, *, mesh: dict[str, int], **options: Any) -> ao.Plan:
+def _over(
+    impl: str,
+    T: int = 16,
+    H: int = 4,
+    K: int = 2,
+    S: int = 16,
+    *,
+    mesh: dict[str, int],
+    on_indivisible: Any = "replicate",
+    **options: Any,
+) -> ao.Plan:
     """Plan a call of four batch rows over a mesh of no devices."""
     arrays = (jax.ShapeDtypeStruct((4, n, heads, 8), jnp.float32) for n, heads in ((T, H), (S, K), (S, K)))
-    known = {name: options.pop(name) for name in ("on_indivisible",) if name in options}
-    metadata = ao.OperationMetadata(mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)), **known)
+    metadata = ao.OperationMetadata(mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)), on_indivisible=on_indivisible)
     return ao.plan(impl, *arrays, metadata=metadata, **options)
 
 
@@ -310,15 +317,7 @@ def test_the_check_convicts(mutation):
 
 def test_cases_over_a_mesh_pass_without_a_fault_and_convict():
     """In one process of four devices, as each start costs more than most faults."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.selftest.mesh_faults"],
-        env={**os.environ, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    found = on_devices(4, "-m", "tests.selftest.mesh_faults")
     lines = found.stdout.splitlines()
     passed, convicted = ([line.removesuffix(end) for line in lines if line.endswith(end)] for end in (": passes", ": convicted"))
     assert (len(passed) + len(convicted), found.returncode) == (len(lines), 0), found.stdout + found.stderr[-2000:]
