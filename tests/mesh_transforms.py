@@ -19,15 +19,14 @@ from tests.mesh_cases import mesh_of
 from tests.test_transforms import TRANSFORMS, B, Call, D, K, T, agree, has, loops, save_names
 
 SEVERAL = ("vmap, any `in_axes`", "vmap of grad", "jvp, jacfwd, linearize", "hessian, jvp of grad", "checkpoint")
-MOVED = ("donation", "export round trip", "`jax_debug_nans`")
+OF_DEVICES = ("donation", "export round trip", "`jax_debug_nans`")
 RUN = {
-    "flash": tuple(name for name in TRANSFORMS if name not in ("jit", *MOVED)),
-    "ulysses": SEVERAL,
-    "ring": (*SEVERAL[1:4], "grad of grad, jacrev of grad"),
+    "flash": tuple(name for name in TRANSFORMS if name != "jit"),
+    "ulysses": (*SEVERAL, *OF_DEVICES),
+    "ring": (*SEVERAL[1:4], "grad of grad, jacrev of grad", *OF_DEVICES),
 }
-"""Of the way gather all but those of `MOVED`, whose arrays JAX would move to the mesh: what is donated is then a copy, a program
-exported for two devices cannot be called with it, and `jax_debug_nans` finds NaN on the way. Of the others those that differ by
-the way. Decoding, which merges, is in the `while_loop` of flash; `checkpoint` of a ring in what `NAMED` is for."""
+"""Of the way gather all; of the others those that differ by the way. Decoding, which merges, is in the `while_loop` of flash;
+`checkpoint` of a ring in what `NAMED` is for."""
 SECOND = {
     "jvp of grad of jit": lambda f, x: jax.jvp(jax.grad(jax.jit(f)), (x,), (x,)),
     "hessian of jit": lambda f, x: jax.hessian(jax.jit(f))(x),

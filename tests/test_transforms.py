@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import attention_ops as ao
 from attention_ops import Derivatives
@@ -74,6 +76,13 @@ class Call:
 
     def another(self, seed: int) -> Call:
         return dataclasses.replace(self, seed=seed)
+
+    def placed(self, inputs: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Return inputs on their devices: over a mesh, the rows of all but the bias along `sp`."""
+        if self.metadata.mesh is None:
+            return {name: jnp.asarray(x) for name, x in inputs.items()}
+        rows, whole = (NamedSharding(self.metadata.mesh, spec) for spec in (P(None, "sp"), P()))
+        return {name: jax.device_put(x, whole if name == "bias" else rows) for name, x in inputs.items()}
 
     def run(self, inputs: Any, **changes: Any) -> jax.Array:
         """Return the output for inputs."""
@@ -311,16 +320,17 @@ def under_while_loop(call: Call) -> None:
 @transform("donation")
 def under_donation(call: Call) -> None:
     """The cache is donated and updated, the query is donated for the output; nothing donated is read afterwards."""
-    given = {name: jnp.asarray(np.nan_to_num(x)) for name, x in call.inputs.items()}
+    given = call.placed({name: np.nan_to_num(x) for name, x in call.inputs.items()})
+    cached = {name: given[name].sharding for name in ("key", "value")}
 
-    @functools.partial(jax.jit, donate_argnums=(0,))
+    @functools.partial(jax.jit, donate_argnums=(0,), out_shardings=(None, cached))
     def step(donated: Any, others: Any) -> Any:
-        cache = {name: donated[name].at[:, 0].set(0.5) for name in ("key", "value")}
+        cache = {name: donated[name].at[:, 0].set(0.5) for name in cached}
         return call.run({"query": donated["query"], **cache, **others}), cache
 
     donated = {name: given.pop(name) for name in ("query", "key", "value")}
     inputs = {name: np.array(x) for name, x in (donated | given).items()}
-    for name in ("key", "value"):
+    for name in cached:
         inputs[name][:, 0] = 0.5
     output, cache = step(donated, given)
     assert all(x.is_deleted() for x in donated.values())
@@ -330,11 +340,11 @@ def under_donation(call: Call) -> None:
 
 @transform("export round trip")
 def under_export(call: Call) -> None:
-    shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.inputs)
-    stored = jax.export.export(jax.jit(call.run))(shapes).serialize(vjp_order=1)
+    inputs = call.placed(call.inputs)
+    stored = jax.export.export(jax.jit(call.run))(inputs).serialize(vjp_order=1)
     loaded = jax.export.deserialize(bytearray(stored))
-    agree(loaded.call(call.inputs), call.law().output)
-    agree(jax.grad(lambda inputs: jnp.sum(loaded.call(inputs) * call.cotangent))(call.inputs), call.gradients())
+    agree(jax.jit(loaded.call)(inputs), call.law().output)
+    agree(jax.jit(jax.grad(lambda inputs: jnp.sum(loaded.call(inputs) * call.cotangent)))(inputs), call.gradients())
 
 
 @transform("eval_shape")
@@ -373,7 +383,7 @@ def under_x64(call: Call) -> None:
 @transform("`jax_debug_nans`")
 def under_debug_nans(call: Call) -> None:
     """NaN in what nobody sees, and a row that sees nothing, make no NaN on the way."""
-    inputs = jax.tree_util.tree_map(jnp.asarray, call.inputs)
+    inputs = call.placed(call.inputs)
     with jax.debug_nans(True):
         agree(call.run(inputs), call.law().output)
         agree(jax.jit(jax.grad(call.loss))(inputs), call.gradients())
