@@ -264,6 +264,13 @@ MUTATIONS = (
         "blocksparse/native sinks/small/float32",
     ),
     Mutation(
+        "delta is that of the output after it was rounded to 16 bits",
+        "kernels.blockwise:_attend_bwd",
+        "if lost is not None:",
+        "if False:",
+        "gradients_in_16_bits_are_those_of_the_output_before_rounding",
+    ),
+    Mutation(
         "the gradient of the sinks has the other sign",
         "kernels.blockwise:_attend_bwd",
         "d_sinks = -jnp.sum",

@@ -19,7 +19,7 @@ import attention_ops as ao
 from attention_ops import masks, rules
 from attention_ops.features import Feature
 from attention_ops.kernels import splash_masks, tile_work
-from attention_ops.selftest import cases, runner, table
+from attention_ops.selftest import cases, reference, runner, table
 from attention_ops.selftest.results import Report, Settings
 
 SELFTEST = [mutation for mutation in MUTATIONS if mutation.route not in ("", MESH)]
@@ -106,6 +106,18 @@ def hidden_from_all_is_what_the_array_says() -> None:
         dense = np.asarray(mask.dense(T, S))[0, 0]
         expected = not dense.any(1).all(), not dense.any(0).all()
         assert tile_work.hidden_from_all(mask, T, S) == expected, (mask, T, S)
+
+
+def gradients_in_16_bits_are_those_of_the_output_before_rounding() -> None:
+    """Within one spacing of the largest, of values far from zero: the cotangent of a logit is a small difference of theirs."""
+    rng = np.random.default_rng(1)
+    query, key, value, cotangent = (jnp.asarray(rng.standard_normal((4, 16, 2, 16)), jnp.bfloat16) for _ in range(4))
+    arrays = query, key, value + 4
+    pull = jax.vjp(lambda *arrays: ao.attention(*arrays, impl="flash").attention_outputs, *arrays)[1]
+    law = reference.attention(*arrays, {}).gradients(cotangent)
+    for found, expected in zip(pull(cotangent), (law.query, law.key, law.value), strict=True):
+        wrong = np.abs(np.asarray(found).astype(np.float64) - expected).max()
+        assert wrong <= reference.epsilon(jnp.bfloat16) * np.abs(expected).max()
 
 
 def splash_intervals_are_the_mask() -> None:
@@ -256,6 +268,7 @@ CHECKS = {
         bounds_hold_what_the_array_says,
         tile_work_visits_what_is_visible,
         hidden_from_all_is_what_the_array_says,
+        gradients_in_16_bits_are_those_of_the_output_before_rounding,
         splash_intervals_are_the_mask,
         splash_schedule_visits_what_is_visible,
         a_plan_follows_what_is_registered,
