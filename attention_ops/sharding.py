@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -258,12 +259,13 @@ def _local_spec(spec: RequestSpec, split: Layout) -> RequestSpec:
         features |= {Feature.OFFSET} if any(isinstance(leaf, Positional) for leaf in mask.leaves()) else frozenset()
     if K == H:
         features -= {Feature.GQA}
-    sinks, want_logsumexp = spec.sinks, spec.want_logsumexp
-    if split.way in _MERGES:
-        features, sinks, want_logsumexp = (features | {Feature.LOGSUMEXP}) - {Feature.SINKS}, 0, True
-    return dataclasses.replace(
-        spec, B=B, T=T, S=S, H=H, K=K, bias_shape=bias, mask=mask, features=features, sinks=sinks, want_logsumexp=want_logsumexp
-    )
+    local = dataclasses.replace(spec, B=B, T=T, S=S, H=H, K=K, bias_shape=bias, mask=mask, features=features)
+    if split.way not in _MERGES:
+        return local
+    features = (features | {Feature.LOGSUMEXP}) - {Feature.SINKS}
+    # In float16 the cotangent of a part, which is multiplied by its share of the softmax, would underflow.
+    dtype = np.dtype(np.float32) if spec.dtype == np.float16 else spec.dtype
+    return dataclasses.replace(local, dtype=dtype, features=features, sinks=0, want_logsumexp=True)
 
 
 _CUTS = ("gather", "merge", "ring")
@@ -451,6 +453,7 @@ def _in_parts(
     """Attend keys that lie in parts; the sinks join at the end, once."""
 
     def attend(query: Any, key: Any, value: Any, mask: Mask | None, bias: Any) -> sequence.Found:
+        query, key, value = (x.astype(local.dtype) for x in (query, key, value))
         output = run(AttentionRequest(query, key, value, mask, bias, None, None, local))
         assert output.logsumexp is not None
         return sequence.Found(output.attention_outputs, output.logsumexp)
@@ -458,8 +461,8 @@ def _in_parts(
     way = functools.partial(sequence.ring, zigzag=split.zigzag) if split.way == "ring" else sequence.merged
     output, logsumexp = way(attend, split.sequence, query, key, value, mask, bias)
     if sinks is not None:
-        output = output_with_sinks(output.astype(logsumexp.dtype), logsumexp, jnp.ones(()), sinks, output.dtype)
-    return AttentionOutput(output, logsumexp=logsumexp if spec.want_logsumexp else None)
+        output = output_with_sinks(output.astype(logsumexp.dtype), logsumexp, jnp.ones(()), sinks, spec.dtype)
+    return AttentionOutput(output.astype(spec.dtype), logsumexp=logsumexp if spec.want_logsumexp else None)
 
 
 def _placed(arrays: Any, specs: Any, mesh: Any) -> Any:

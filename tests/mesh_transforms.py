@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import attention_ops as ao
+from attention_ops.selftest import reference
 from tests.mesh_cases import mesh_of
 from tests.test_transforms import TRANSFORMS, B, Call, D, K, T, agree, has, loops, save_names
 
@@ -34,6 +35,9 @@ SECOND = {
     "linearize of grad of a vmap": lambda f, x: jax.linearize(jax.vmap(jax.grad(jax.jit(f))), x[None])[1](x[None]),
 }
 NAMED = {"ring": {}, "flash": {}, "ulysses": {}, "flash, decoding": {"query_offset": T - 1}}
+
+IN_FLOAT16 = {"ring": 256, "flash": 255}
+"""Queries; an odd number cannot be split, so that the keys are, and the results are merged."""
 
 
 def over(axes: str, op: str) -> Call:
@@ -90,6 +94,22 @@ def over_an_axis_of_vmap() -> None:
         outputs(None)
 
 
+def gradients_in_float16_keep_a_part_of_small_share(op: str, T: int) -> None:
+    """The first half of the keys has 4e-6 of the softmax: times a cotangent of 1e-3 that is less than float16 can hold."""
+    value = np.random.default_rng(0).standard_normal((1, 8, 1, D)).astype(np.float16)
+    inputs = {"query": np.ones((1, T, 1, D), np.float16), "key": np.zeros_like(value), "value": value}
+    inputs["bias"] = np.float16([-11, -30, -30, -30, 0, 0, 0, 0]).reshape(1, 1, 1, 8)
+    cotangent = np.full((1, T, 1, D), 1e-3, np.float16)
+    metadata = ao.OperationMetadata(mesh=mesh_of("sp=2"), fallback="error")
+
+    def loss(value: Any) -> Any:
+        return jnp.sum(ao.attention(**inputs | {"value": value}, impl=op, metadata=metadata).attention_outputs * cotangent)
+
+    want = reference.attention(inputs["query"], inputs["key"], value, {"bias": inputs["bias"], "key_heads": 1})
+    want = want.gradients(cotangent).value
+    np.testing.assert_allclose(np.float64(jax.jit(jax.grad(loss))(value)), want, rtol=1e-3, atol=6e-8)
+
+
 def _plain(law: Callable[..., Any], x: np.ndarray) -> np.ndarray:
     return law(dict.fromkeys(("query", "key", "value"), x), causal=False, mask=None).output
 
@@ -103,6 +123,8 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for what, options in NAMED.items():
         named = functools.partial(names_keep_the_forward_from_running_again, what.partition(",")[0], options)
         yield f"{what}: names for checkpoint", named
+    for op, queries in IN_FLOAT16.items():
+        yield f"{op}: float16", functools.partial(gradients_in_float16_keep_a_part_of_small_share, op, queries)
     yield "vmap with spmd_axis_name", over_an_axis_of_vmap
 
 

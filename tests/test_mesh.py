@@ -12,7 +12,7 @@ from compiling import environment_of_users, on_devices
 import attention_ops as ao
 from attention_ops.sharding import layout, transfers
 from tests.mesh_cases import SHORT
-from tests.mesh_transforms import NAMED, RUN, SECOND
+from tests.mesh_transforms import IN_FLOAT16, NAMED, RUN, SECOND
 
 
 @pytest.mark.parametrize("mesh", SHORT)
@@ -166,5 +166,5 @@ def test_transformations_over_a_mesh():
     result = on_devices(8, "-m", "tests.mesh_transforms")
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
-    assert len(lines) == sum(map(len, RUN.values())) + len(SECOND) + len(NAMED) + 1
+    assert len(lines) == sum(map(len, RUN.values())) + len(SECOND) + len(NAMED) + len(IN_FLOAT16) + 1
     assert all(line.endswith(": holds") for line in lines)

@@ -139,6 +139,20 @@ def test_the_way_over_a_sequence_axis(impl, T, options, way, local):
 
 
 @pytest.mark.parametrize(
+    ("impl", "T", "dtype", "local"),
+    [
+        ("ring", 16, "float16", "float32"),
+        ("flash", 1, "float16", "float32"),
+        ("flash", 16, "float16", "float16"),
+        ("ring", 16, "bfloat16", "bfloat16"),
+    ],
+)
+def test_a_route_is_asked_about_the_dtype_in_which_it_attends_a_part_of_the_keys(impl, T, dtype, local):
+    arrays = [jax.ShapeDtypeStruct((4, n, 4, 8), dtype) for n in (T, 16, 16)]
+    assert ao.plan(impl, *arrays, metadata=_metadata((4,), ("sp",))).spec.dtype == local
+
+
+@pytest.mark.parametrize(
     ("impl", "T", "rows", "columns"), [("ring", 16, "sp", None), ("flash", 16, "sp", None), ("flash", 1, None, "sp")]
 )
 def test_a_bias_is_split_with_the_queries_or_with_the_keys_that_stay(impl, T, rows, columns):
