@@ -200,7 +200,7 @@ def _names(impl: Impl) -> tuple[str, ...]:
 
 def _known(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        OperationRegistry.get(name.partition("/")[0])
+        OperationRegistry.resolve(name)
     return names
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from attention_ops import registry, tuning, verdicts
 from attention_ops.device import BACKENDS, DeviceProfile
 from attention_ops.errors import NoRouteError, UnknownOperationError
-from attention_ops.metadata import BACKEND_NAMES, BlockSizes, OperationMetadata
+from attention_ops.metadata import BlockSizes, OperationMetadata
 from attention_ops.operation import Estimate, OperationImpl, Route
 from attention_ops.request import RequestSpec
 from attention_ops.rules import Reason
@@ -152,7 +152,7 @@ def _is_chain(requested: tuple[str, ...]) -> bool:
 
 
 def _is_asked_for(requested: str, operation: str, way: str) -> bool:
-    cls = registry.OperationRegistry.get(requested.partition("/")[0])
+    cls, _ = registry.OperationRegistry.resolve(requested)
     return cls.name == operation or (not cls.routes and way in cls.over_sequence)
 
 
@@ -255,8 +255,8 @@ def _expand(
     """Return the names to try, each with the way to go over a sequence axis of the mesh."""
     names: list[tuple[str, str]] = []
     for name in requested:
-        operation = registry.OperationRegistry.get(name.partition("/")[0])
-        if operation.routes and (_is_chain(requested) or "/" in name):
+        operation, backend = registry.OperationRegistry.resolve(name)
+        if operation.routes and (_is_chain(requested) or backend):
             names.append((name, "gather"))
             continue
         for way in operation.over_sequence:
@@ -275,21 +275,15 @@ def _candidates(
     found = operation.candidates(spec, metadata, device)
     for name in found:
         try:
-            registry.OperationRegistry.get(name.partition("/")[0])
+            registry.OperationRegistry.resolve(name)
         except UnknownOperationError as error:
             raise UnknownOperationError(f"{operation.name} falls back on {name!r}: {error}") from None
     return found
 
 
 def _routes(name: str, backends: tuple[str, ...]) -> tuple[type[OperationImpl], list[Route]]:
-    stem, _, backend = name.partition("/")
-    operation = registry.OperationRegistry.get(stem)
+    operation, backend = registry.OperationRegistry.resolve(name)
     if backend:
-        if backend not in operation.routes:
-            routes = ", ".join(f"{stem}/{found}" for found in operation.routes)
-            raise UnknownOperationError(
-                f"no route is named {name!r}; {stem} has {routes or 'none'} (of {', '.join(BACKEND_NAMES)})"
-            )
         backends = tuple(found for found in backends if found == backend)
     return operation, [operation.routes[found] for found in backends if found in operation.routes]
 

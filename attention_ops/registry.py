@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from attention_ops.device import DeviceProfile
 from attention_ops.errors import DuplicateOperationError, UnknownOperationError, closest_first
-from attention_ops.metadata import OperationMetadata
+from attention_ops.metadata import BACKEND_NAMES, OperationMetadata
 from attention_ops.operation import OperationImpl
 from attention_ops.request import RequestSpec
 
@@ -101,6 +101,22 @@ class OperationRegistry:
         if operation is None:
             raise UnknownOperationError(_unknown(name))
         return operation
+
+    @staticmethod
+    def resolve(name: str) -> tuple[type[OperationImpl], str]:
+        """Return the operation of a name as calls give it, and the backend if it is that of one route ("flash/native"), else "".
+
+        Raises:
+            UnknownOperationError: there is no such operation, or it has no such route.
+        """
+        stem, slash, backend = name.partition("/")
+        operation = OperationRegistry.get(stem)
+        if slash and backend not in operation.routes:
+            routes = ", ".join(f"{stem}/{found}" for found in operation.routes)
+            raise UnknownOperationError(
+                f"no route is named {name!r}; {stem} has {routes or 'none of its own'} (of {', '.join(BACKEND_NAMES)})"
+            )
+        return operation, backend
 
     @staticmethod
     def create(name: str, metadata: OperationMetadata | None = None) -> OperationImpl:

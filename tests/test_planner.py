@@ -155,6 +155,21 @@ def test_a_single_route_can_be_named():
         ao.plan("flash/tpux", *_shapes(), device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [("auto/native", "auto has none of its own"), ("ring/tpu", "ring has none of its own"), ("flash/", "flash has flash/gpu")],
+)
+def test_a_route_that_is_not_there_is_an_error_wherever_it_is_named(name, has, monkeypatch):
+    error = pytest.raises(ao.UnknownOperationError, match=f"no route is named '{name}'; {has}")
+    with error:
+        ao.plan(name, *_shapes(), device="cpu")
+    with error, ao.use(name):
+        pass
+    monkeypatch.setenv("ATTENTION_OPS_IMPL", f"vanilla,{name}")
+    with pytest.raises(ao.UnknownOperationError, match=f"ATTENTION_OPS_IMPL=vanilla,{name}: no route"):
+        ao.attention(*[jnp.ones((1, 4, 2, 8))] * 3)
+
+
 def test_auto_follows_its_order():
     assert ao.plan("auto", *_shapes(T=64), device="cpu").route == "vanilla/native"
     assert ao.plan("auto", *_shapes(T=2048), device="cpu").route == "blocksparse/native"

@@ -105,7 +105,7 @@ def _known(operations: tuple[str, ...]) -> tuple[str, ...]:
 
     for name in operations:
         try:
-            OperationRegistry.get(name.partition("/")[0])
+            OperationRegistry.resolve(name)
         except UnknownOperationError as error:
             raise click.BadParameter(str(error), param_hint="--op") from None
     return tuple(dict.fromkeys(operations))

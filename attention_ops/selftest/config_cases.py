@@ -79,7 +79,7 @@ def operations_of(config: AttentionConfig, metadata: OperationMetadata) -> dict[
         options = config.layer(kind).options()
         chosen = plan(names, query, key, value, device=DeviceProfile.current(), metadata=metadata, **options)
         found[kind] = tuple(
-            dict.fromkeys([*(OperationRegistry.get(name.partition("/")[0]).name for name in names), chosen.operation])
+            dict.fromkeys([*(OperationRegistry.resolve(name)[0].name for name in names), chosen.operation])
         )
     return found
 
