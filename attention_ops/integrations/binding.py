@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -16,8 +18,9 @@ from jaxtyping import Array, Float
 from attention_ops import api
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import OperationImpl
+from attention_ops.planner import Chain
 from attention_ops.registry import OperationRegistry
-from attention_ops.request import AttentionOptions, AttentionOutput
+from attention_ops.request import AttentionOptions, AttentionOutput, make_request
 
 Attend = Callable[..., AttentionOutput]
 """Called as `attend(query, key, value, **options)` in the layout and with the options of `attention_ops.attention`."""
@@ -68,12 +71,13 @@ def bind(
 
 
 def named(implementation: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names as a tuple, each of them registered."""
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    """Return the names as a tuple, each of them registered. Of a sequence the declared fallbacks are left out."""
+    is_chain = isinstance(implementation, Sequence) and not isinstance(implementation, str)
+    names: tuple[Any, ...] = Chain(implementation) if is_chain else (implementation,)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"implementation is {implementation!r}; allowed is an operation's name or a non-empty sequence of names")
     for name in names:
-        OperationRegistry.get(name.partition("/")[0])
+        OperationRegistry.resolve(name)
     return names
 
 
@@ -83,21 +87,66 @@ def _only_with(what: str, **argument: Any) -> None:
         raise TypeError(f"{name}={value!r} goes with {what}; leave it out")
 
 
-def array(value: Any) -> Array:
-    """Return anything array-like as a JAX array."""
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Let an error begin with the framework's name for the argument, where it begins with ours.
+
+    Only the errors of `make_request` are changed, the caller's own, and in them the first word alone: the rest may quote
+    what the caller gave.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, _, rest = str(error).partition(" ")
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        if name not in names or not any(frame.f_globals.get("__name__") == make_request.__module__ for frame in frames):
+            raise
+        raise type(error)(f"{names[name]} {rest}") from None
 
 
-def lifted(value: Any) -> Array:
-    """Return an array with leading axes of length 1 up to four, which is how numpy broadcasts it to [B, H, T, S]."""
-    value = array(value)
-    return value.reshape((1,) * (4 - value.ndim) + value.shape)
+def array(name: str, value: Any, convert: Callable[[Any], Array] = jnp.asarray) -> Array:
+    """Return an argument as a JAX array."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} must be an array, found {type(value).__name__}: {error}") from None
+
+
+def states(name: str, value: Any) -> Array:
+    """Return query, key or value as an array of four dimensions."""
+    value = array(name, value)
+    if value.ndim != 4:
+        raise ValueError(f"{name} has shape {value.shape}; allowed is [batch, length, heads, dim]")
+    return value
+
+
+def broadcasting(
+    name: str, value: Array, shape: tuple[int, ...], axes: str = "[*batch, heads, query length, key length]"
+) -> Array:
+    """Return an array that broadcasts to `shape`, with leading axes of length 1 up to as many dimensions."""
+    lifted = (1,) * (len(shape) - value.ndim) + value.shape
+    if not _fits(lifted, shape):
+        without_heads = value.ndim == len(shape) - 1 and _fits((*value.shape[:-2], 1, *value.shape[-2:]), shape)
+        fix = f"; pass {name}[{':, ' * (value.ndim - 2)}None] for one of all heads" if without_heads else ""
+        raise ValueError(f"{name} has shape {value.shape}; allowed is what broadcasts to {axes} = {shape}{fix}")
+    return value.reshape(lifted)
+
+
+def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(found) == len(shape) and all(size in (1, want) for size, want in zip(found, shape, strict=True))
 
 
 def with_scale(query: Array, scale: Any) -> tuple[Array, float | None]:
     """Return query and a static scale. A traced scale is multiplied into the query, which rounds once to its dtype."""
     if not isinstance(scale, Tracer):
         return query, scale
+    if scale.shape != () or not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+        raise TypeError(
+            f"scale must be one real number, found a traced {scale.dtype}{list(scale.shape)}; for a scale of each head or dim "
+            "multiply the query by it and pass scale=1.0"
+        )
     wide = jnp.promote_types(query.dtype, jnp.float32)
     return (query.astype(wide) * scale.astype(wide)).astype(query.dtype), 1.0
 
@@ -141,17 +190,15 @@ def check_dropout(probability: float, rng: Any, names: tuple[str, str]) -> None:
         raise ValueError(f"{names[0]} is {probability} and dropout is active, so {names[1]} must be a jax.random key")
 
 
-def flat_batch(value: Array, batch: tuple[int, ...]) -> Array:
-    """Merge the leading axes, which broadcast to `batch`, into one: length 1 where none of them varies."""
-    inner = 3  # heads, rows, columns
-    value = value.reshape((1,) * (len(batch) + inner - value.ndim) + value.shape)
-    lead, rest = value.shape[: len(batch)], value.shape[len(batch) :]
-    if all(size == 1 for size in lead):
+def flat_batch(name: str, value: Array, shape: tuple[int, ...]) -> Array:
+    """Merge the batch axes of what broadcasts to `shape`, [*batch, H, T, S], into one: length 1 where none of them varies."""
+    value = broadcasting(name, value, shape)
+    batch, rest = shape[:-3], value.shape[-3:]
+    if all(size == 1 for size in value.shape[:-3]):
         return value.reshape(1, *rest)
     return jnp.broadcast_to(value, (*batch, *rest)).reshape(math.prod(batch), *rest)
 
 
-def as_bool(mask: Any) -> Array:
+def as_bool(mask: Array) -> Array:
     """Return a mask of 0 and 1 as booleans."""
-    mask = array(mask)
     return mask if mask.dtype == np.bool_ else mask != 0

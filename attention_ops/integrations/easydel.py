@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from attention_ops import api, integers, masks
 from attention_ops.errors import UnknownOperationError, did_you_mean
-from attention_ops.integrations.binding import array, check_dropout, check_precision, shared_dropout
+from attention_ops.integrations.binding import array, check_dropout, check_precision, shared_dropout, states
 from attention_ops.metadata import OperationMetadata
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOutput
@@ -94,12 +96,15 @@ def operation_name(attn_mechanism: str) -> str:
     """Return the operation for one of EasyDeL's `attn_mechanism` strings, or for the name of a registered operation.
 
     Raises:
+        TypeError: it is no string.
         UnknownOperationError: EasyDeL has it and this package does not (the message says why), or nobody knows it.
 
     >>> operation_name("flash_attn2")
     'flash'
     """
     name = getattr(attn_mechanism, "value", attn_mechanism)  # EasyDeL has an enum of strings
+    if not isinstance(name, str):
+        raise TypeError(f"attn_mechanism is {name!r}; allowed is one name, EasyDeL's or that of a registered operation")
     if name in OPERATION_OF:
         return OPERATION_OF[name]
     try:
@@ -161,8 +166,8 @@ def attention(
     _refuse_others(others)
     check_precision(precision)
     name = operation_name(attn_mechanism)
-    query, key, value = array(query), array(key), array(value)
-    cache = _cache(cache_metadata, cache_view)
+    query, key, value = states("query", query), states("key", key), states("value", value)
+    cache = _cache(cache_metadata, cache_view, query.shape[0])
     if mode is not None and mode not in MODES:
         raise ValueError(f"mode is {mode!r}; allowed are {', '.join(MODES)} and None")
     if mode == MODES[2] and mask_info is None and cache is None:
@@ -174,7 +179,7 @@ def attention(
         )
     if bias is None and mask_info is None and init_bias is not None:
         bias = init_bias()
-    probability = 0.0 if deterministic is not False else dropout_prob or 0.0
+    probability = 0.0 if deterministic is None or deterministic else dropout_prob or 0.0
     if probability:
         check_dropout(probability, dropout_rng, ("dropout_prob", "dropout_rng"))
     out = api.attention(
@@ -214,7 +219,7 @@ Cache = tuple[Int[Array, " B"], Int[Array, " B"] | None]
 """(indexs, starts) of a cache."""
 
 
-def _cache(cache_metadata: Any, cache_view: Any) -> Cache | None:
+def _cache(cache_metadata: Any, cache_view: Any, B: int) -> Cache | None:
     """Read the lengths of a contiguous cache, from the metadata before the view, as EasyDeL does."""
     for name, given in (("cache_metadata", cache_metadata), ("cache_view", cache_view)):
         if given is None:
@@ -224,12 +229,16 @@ def _cache(cache_metadata: Any, cache_view: Any) -> Cache | None:
             raise TypeError(f"{name} is a {type(given).__name__} without indexs: {_PAGED}")
         if held.indexs is not None:
             starts = getattr(held, "starts", None)
-            return _lengths(held.indexs), None if starts is None else _lengths(starts)
+            return _lengths(f"{name}.indexs", held.indexs, B), None if starts is None else _lengths(f"{name}.starts", starts, B)
     return None
 
 
-def _lengths(value: Any) -> Int[Array, " B"]:
-    return integers.data(array(value)).reshape(-1)  # a position less the query length may be negative
+def _lengths(name: str, value: Any, B: int) -> Int[Array, " B"]:
+    given = value if isinstance(value, jax.Array) else np.asarray(value)  # JAX would truncate what int32 cannot hold
+    lengths = jnp.asarray(integers.position(name, given)).reshape(-1)  # a position less the query length may be negative
+    if lengths.shape[0] not in (1, B):
+        raise ValueError(f"{name} has shape {given.shape}; allowed is [{B}], one for each batch row")
+    return lengths
 
 
 def _positions(
@@ -263,7 +272,7 @@ def _sinks(softmax_aux: Any, H: int, K: int) -> Any:
     """Return sinks as [H], [H, n] or [1, n]: ejkernel also takes them per key/value head, and a plain [n] for all heads."""
     if softmax_aux is None:
         return None
-    sinks = array(softmax_aux)
+    sinks = array("softmax_aux", softmax_aux)
     if sinks.ndim == 1 and sinks.shape[0] not in (H, K):
         return sinks[None]
     return jnp.repeat(sinks, H // K, axis=0) if sinks.ndim in (1, 2) and sinks.shape[0] == K != H else sinks

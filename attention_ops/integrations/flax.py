@@ -97,10 +97,11 @@ class AttentionFn:
         batch = query.shape[:-3]
         self._check_positions(query.shape[-3], key.shape[-3], is_causal)
         options: dict[str, Any] = {"causal": True, "query_offset": 0} if is_causal else {}
+        logits = *batch, query.shape[-2], query.shape[-3], key.shape[-3]
         if bias is not None:
-            options["bias"] = flat_batch(array(bias), batch)
+            options["bias"] = flat_batch("bias", array("bias", bias), logits)
         if mask is not None:
-            options["mask"] = flat_batch(as_bool(mask), batch)
+            options["mask"] = flat_batch("mask", as_bool(array("mask", mask)), logits)
         drops = not deterministic and dropout_rate > 0.0
         if drops:
             check_dropout(dropout_rate, dropout_rng, ("dropout_rate", "dropout_rng"))
@@ -137,7 +138,7 @@ class AttentionFn:
 
 
 def _common_dtype(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array, Array]:
-    arrays = array(query), array(key), array(value)
+    arrays = array("query", query), array("key", key), array("value", value)
     shapes = ", ".join(f"{name} {x.shape}" for name, x in zip(("query", "key", "value"), arrays, strict=True))
     if any(x.ndim < 3 for x in arrays) or len({x.shape[:-3] for x in arrays}) > 1:
         raise ValueError(f"found {shapes}; the layout is [*batch, length, heads, dim], with one batch shape for all three")

@@ -9,10 +9,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from attention_ops.api import attention
-from attention_ops.integrations.binding import array, lifted, with_scale
+from attention_ops.integrations.binding import array, broadcasting, named, renamed, with_scale
 
 CUDNN = "cudnn_flash/cuda"
 """What "cudnn" alone means: the cuDNN route or an error, as in jax.nn. The name "cudnn_flash" falls back."""
+
+_NAMES = {
+    "softmax_scale": "scale",
+    "causal": "is_causal",
+    "q_lengths": "query_seq_lengths",
+    "kv_lengths": "key_value_seq_lengths",
+    "sliding_window": "local_window_size",
+    "return_logsumexp": "return_residual",
+}
+"""Options here, and what jax.nn calls them."""
 
 
 def dot_product_attention(
@@ -54,31 +64,37 @@ def dot_product_attention(
     >>> dot_product_attention(x, x, x, is_causal=True, implementation="flash").shape
     (4, 2, 8)
     """
-    given = array(query)
+    if implementation is not None:
+        named(implementation)
+    given = array("query", query)
     query, scale = with_scale(_batched("query", given), scale)
-    key, value = _batched("key", array(key)), _batched("value", array(value))
-    out = attention(
-        query,
-        key,
-        value,
-        impl=CUDNN if implementation == "cudnn" else implementation,
-        bias=None if bias is None else _bias(lifted(bias)),
-        mask=None if mask is None else lifted(mask),
-        softmax_scale=scale,
-        causal=is_causal,
-        query_offset=0,
-        q_lengths=query_seq_lengths,
-        kv_lengths=key_value_seq_lengths,
-        sliding_window=local_window_size,
-        return_logsumexp=return_residual,
-    )
+    key, value = _batched("key", key), _batched("value", value)
+    B, T, N, _ = query.shape
+    logits = B, N, T, key.shape[1]
+    with renamed(_NAMES):
+        out = attention(
+            query,
+            key,
+            value,
+            impl=CUDNN if implementation == "cudnn" else implementation,
+            bias=None if bias is None else _bias(broadcasting("bias", array("bias", bias), logits)),
+            mask=None if mask is None else broadcasting("mask", array("mask", mask), logits),
+            softmax_scale=scale,
+            causal=is_causal,
+            query_offset=0,
+            q_lengths=query_seq_lengths,
+            kv_lengths=key_value_seq_lengths,
+            sliding_window=local_window_size,
+            return_logsumexp=return_residual,
+        )
     output = out.attention_outputs.reshape(*given.shape[:-1], value.shape[-1])
     if out.logsumexp is None:
         return output
     return output, out.logsumexp.reshape(given.shape[:-1]).astype(key.dtype)
 
 
-def _batched(name: str, value: Array) -> Array:
+def _batched(name: str, value: Any) -> Array:
+    value = array(name, value)
     if value.ndim == 4:
         return value
     if value.ndim == 3:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from attention_ops import api
 from attention_ops.errors import NoRouteError
-from attention_ops.integrations.binding import array, as_bool, named, with_scale
+from attention_ops.integrations.binding import array, as_bool, broadcasting, named, renamed, states, with_scale
 from attention_ops.metadata import OperationMetadata
 
 FLASH = ("cudnn_flash", "flash", "blocksparse")
@@ -25,6 +25,9 @@ FLASH = ("cudnn_flash", "flash", "blocksparse")
 
 DENSE = ("sdpa", "vanilla")
 """What `flash_attention=False` asks for: operations that keep all logits in memory."""
+
+_NAMES = {"softmax_scale": "scale", "causal": "is_causal", "logits_soft_cap": "attn_logits_soft_cap"}
+"""Options here, and what Keras calls them."""
 
 _SOURCE = "attention_ops.integrations.keras"
 
@@ -191,24 +194,26 @@ def _attend(
     query, key, value, dtype = _common_dtype(query, key, value)
     query, scale = with_scale(query, options["scale"])
     bias, mask = options["bias"], options["mask"]
+    B, T, N, _ = query.shape
     canonical = {
-        "bias": None if bias is None else array(bias).astype(dtype),
-        "mask": None if mask is None else _mask(array(mask)),
+        "bias": None if bias is None else array("bias", bias).astype(dtype),
+        "mask": None if mask is None else _mask(array("mask", mask), (B, N, T, key.shape[1])),
         "softmax_scale": scale,
         "causal": options["is_causal"],
         "query_offset": 0,
         "logits_soft_cap": options["soft_cap"],
     }
     call = (query, key, value)
-    if flash_attention is None:
-        chosen = ("auto",) if names is None else names
-        source = "default" if names is None else f"{_SOURCE}.use_attention_ops"
-        return api.dispatch(*call, canonical, metadata, default=chosen, source=source).attention_outputs
-    chain = _chain(names or (), bool(flash_attention))
-    try:
-        return api.attention(*call, impl=chain, metadata=metadata, **canonical).attention_outputs  # type: ignore[arg-type]
-    except NoRouteError as error:
-        raise NoRouteError(f"flash_attention={flash_attention} leaves {' > '.join(chain)}, and {error}") from None
+    with renamed(_NAMES):
+        if flash_attention is None:
+            chosen = ("auto",) if names is None else names
+            source = "default" if names is None else f"{_SOURCE}.use_attention_ops"
+            return api.dispatch(*call, canonical, metadata, default=chosen, source=source).attention_outputs
+        chain = _chain(names or (), bool(flash_attention))
+        try:
+            return api.attention(*call, impl=chain, metadata=metadata, **canonical).attention_outputs  # type: ignore[arg-type]
+        except NoRouteError as error:
+            raise NoRouteError(f"flash_attention={flash_attention} leaves {' > '.join(chain)}, and {error}") from None
 
 
 def _chain(names: tuple[str, ...], flash_attention: bool) -> tuple[str, ...]:
@@ -219,7 +224,7 @@ def _chain(names: tuple[str, ...], flash_attention: bool) -> tuple[str, ...]:
     from attention_ops.registry import OperationRegistry
 
     def admitted(name: str) -> bool:
-        operation = OperationRegistry.get(name.partition("/")[0])
+        operation, _ = OperationRegistry.resolve(name)
         return bool(operation.routes) and (operation.name in DENSE) is not flash_attention
 
     return tuple(dict.fromkeys([*filter(admitted, names), *(FLASH if flash_attention else DENSE)]))
@@ -227,19 +232,20 @@ def _chain(names: tuple[str, ...], flash_attention: bool) -> tuple[str, ...]:
 
 def _common_dtype(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, Any]:
     """Cast to the dtype that Keras computes in: its own promotion, not JAX's."""
-    keras = _keras()
+    keras, converted = _keras(), []
     for name, given in (("query", query), ("key", key), ("value", value)):
         if isinstance(given, keras.KerasTensor):
             raise TypeError(
                 f"{name} is a symbolic KerasTensor; to build a functional model call keras.ops.dot_product_attention, which "
                 "use_attention_ops() routes here"
             )
-    query, key, value = (keras.ops.convert_to_tensor(given) for given in (query, key, value))
+        converted.append(states(name, array(name, given, keras.ops.convert_to_tensor)))
+    query, key, value = converted
     dtype = jnp.dtype(keras.backend.result_type(query.dtype, key.dtype, value.dtype))
     return query.astype(dtype), key.astype(dtype), value.astype(dtype), dtype
 
 
-def _mask(mask: Array) -> Array:
+def _mask(mask: Array, shape: tuple[int, int, int, int]) -> Array:
     """Return the mask in four dimensions: [B, T, S] as Keras' layers have it, fewer as numpy broadcasts them."""
     if jnp.issubdtype(mask.dtype, jnp.floating):
         raise TypeError(
@@ -247,5 +253,6 @@ def _mask(mask: Array) -> Array:
         )
     mask = as_bool(mask)
     if mask.ndim == 3:
-        return mask[:, None]
-    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        B, _, T, S = shape
+        return broadcasting("mask", mask, (B, T, S), "[batch, query length, key length]")[:, None]
+    return broadcasting("mask", mask, shape)

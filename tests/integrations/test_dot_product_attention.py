@@ -150,6 +150,48 @@ def test_none_takes_what_use_names(rng):
     assert [plan.operation for plan in plans] == ["blocksparse", "flash"]
 
 
+@pytest.mark.parametrize(
+    "scale", [jnp.ones((N, 1)), jnp.ones(D), jnp.asarray(True), jnp.asarray(1j)], ids=lambda s: f"{s.dtype}{s.shape}"
+)
+def test_a_traced_scale_is_one_real_number(scale, rng):
+    q, k, v = inputs(rng, T, T)
+    with pytest.raises(TypeError, match=rf"scale must be one real number, found a traced {scale.dtype}\[.*pass scale=1.0"):
+        jax.jit(lambda scale: dot_product_attention(q, k, v, scale=scale))(scale)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": NAN}, "scale is nan; allowed"),
+        ({"scale": "softmax_scale"}, "scale must be a number .*, found 'softmax_scale'"),
+        ({"is_causal": "causal"}, "is_causal must be True or False"),
+        ({"local_window_size": (1, 2, 3)}, "local_window_size has 3 numbers"),
+        ({"query_seq_lengths": jnp.ones(3, int)}, r"query_seq_lengths has shape \(3,\); allowed"),
+        ({"key_value_seq_lengths": jnp.ones(B)}, "key_value_seq_lengths must be integers"),
+        ({"return_residual": 1}, "return_residual must be True or False"),
+        ({"implementation": 3}, "implementation is 3; allowed"),
+        ({"mask": bools(B, T, T)}, r"mask has shape \(2, 6, 6\); .* = \(2, 4, 6, 6\); pass mask\[:, None\]"),
+        ({"bias": floats(T, S)}, r"bias has shape \(6, 9\); .* = \(2, 4, 6, 6\)$"),
+        ({"mask": ao.masks.Causal()}, "mask must be an array, found Causal"),
+    ],
+    ids=lambda options: next(iter(options)) if isinstance(options, dict) else "",
+)
+def test_an_error_begins_with_the_argument_that_was_given(options, message, rng):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        dot_product_attention(*inputs(rng, T, T), **options)
+
+
+def test_an_error_of_a_kernel_is_left_as_it_is(rng, registry):
+    @registry.register(name="broken")
+    class Broken(ao.OperationImpl):
+        @ao.forward(supports=ao.Feature.ALL)
+        def forward_native(self, request):
+            raise ValueError("causal is what this kernel says")
+
+    with pytest.raises(ValueError, match="^causal is what this kernel says"):
+        dot_product_attention(*inputs(rng, T, T), implementation="broken")
+
+
 # ---------------------------------------------------------------- where the answers differ (docs/from_jax_nn.md)
 
 
@@ -214,7 +256,7 @@ def test_what_is_refused_here_and_there(rng):
     for options, ours, there in (
         ({"mask": jnp.ones((1, 1, T, T), int)}, (TypeError, "mask.astype"), (ValueError, "mask dtype should be bool")),
         ({"bias": jnp.ones((T, T), bool)}, (TypeError, "a boolean mask goes into mask="), None),
-        ({"local_window_size": (-1, 2)}, (ValueError, "sliding_window left is -1; allowed is 0 or more"), None),
+        ({"local_window_size": (-1, 2)}, (ValueError, "local_window_size left is -1; allowed is 0 or more"), None),
     ):
         with pytest.raises(ours[0], match=ours[1]):
             dot_product_attention(q, k, v, **options)

@@ -210,6 +210,33 @@ def test_the_window_of_a_single_query_needs_its_position():
 # ---------------------------------------------------------------- refusals
 
 
+@pytest.mark.parametrize("view", ["cache_metadata", "cache_view"])
+@pytest.mark.parametrize("field", ["indexs", "starts"])
+def test_the_lengths_of_a_cache_are_integers_one_for_each_batch_row(view, field):
+    held = {"indexs": jnp.array([6, 6]), "starts": None}
+    for lengths, error, message in (
+        ([4.7, 5.0], TypeError, "must be an integer or an integer array, found float64"),
+        (jnp.array([True, False]), TypeError, "must be an integer or an integer array, found bool"),
+        ([1, 2, 3], ValueError, r"has shape \(3,\); allowed is \[2\], one for each batch row"),
+    ):
+        with pytest.raises(error, match=f"^{view}.{field} {message}"):
+            easydel.attention(*qkv(), **{view: TransformerMetadata(**{**held, field: lengths})})
+
+
+def test_a_length_that_int32_cannot_hold_is_not_truncated():
+    q, k, v = qkv(T=1, S=9)
+    far = TransformerMetadata(indexs=np.array([2**32 + 5, 9]))
+    found = easydel.attention(q, k, v, cache_metadata=far).attention_outputs
+    np.testing.assert_allclose(found, exact(q, k, v), atol=2e-6)
+
+
+def test_dropout_is_active_with_a_boolean_of_numpy_too():
+    q, k, v = qkv()
+    dropout = {"dropout_prob": 0.4, "dropout_rng": RNG, "attn_mechanism": "vanilla"}
+    found, wanted = (easydel.attention(q, k, v, deterministic=no, **dropout).attention_outputs for no in (np.False_, False))
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_what_is_refused():
     q, k, v = qkv()
     one = qkv(T=1, S=9)
@@ -240,6 +267,9 @@ def test_what_is_refused():
             ValueError,
             "found query length 6 and cache_metadata",
         ),
+        ((q[0, 0], k, v), {}, ValueError, r"query has shape \(4, 8\); allowed is \[batch, length, heads, dim\]"),
+        ((q, k, None), {}, TypeError, "value must be an array, found NoneType"),
+        ((q, k, v), {"attn_mechanism": ["flash"]}, TypeError, r"attn_mechanism is \['flash'\]; allowed is one name"),
         (one, {"cache_view": object()}, TypeError, "cache_view is a object without indexs: it reads a paged cache"),
         (qkv(T=3, S=9), {"mask_info": baked}, ValueError, "causal with query length 3 and key length 9, and a mask_info whose"),
         ((q, k, v), {"dropout_prob": 0.1, "deterministic": False}, ValueError, "dropout_rng must be a jax.random key"),

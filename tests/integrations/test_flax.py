@@ -259,6 +259,8 @@ def test_names_operations_and_what_wins():
     assert [plan.operation for plan in plans] == ["vanilla", "blocksparse", "flash", "sdpa"]
     assert plans[1].notes[0] == "name chosen by attention_ops.integrations.flax.attention_fn"
     assert attention_fn("flash") == attention_fn("flash")
+    with pytest.raises(ao.NoRouteError, match="no route of cudnn_flash takes this request on cpu"):
+        attention_fn(["cudnn_flash"])(q, k, v)
     assert hash(attention_fn(config())) == hash(attention_fn(config()))
     assert attention_fn("flash") != attention_fn("flash", metadata=ao.OperationMetadata(fallback="error"))
 
@@ -281,6 +283,7 @@ def test_what_is_refused():
         (lambda: attend(q, k, v, dropout_rate=1.0, dropout_rng=RNG), ValueError, "dropout_rate is 1.0; allowed is 0 <= p < 1"),
         (lambda: attend(q, k[0], v), ValueError, r"key \(7, 4, 8\).* with one batch shape for all three"),
         (lambda: attention_fn("flahs"), ao.UnknownOperationError, "no operation is named 'flahs'"),
+        (lambda: attention_fn(["sdpa", "flash/natve"]), ao.UnknownOperationError, "no route is named 'flash/natve'; flash has"),
         (lambda: attention_fn("flash", layer=0), TypeError, "layer=0 goes with a model config"),
         (
             lambda: attention_fn(config(), metadata=ao.OperationMetadata()),
@@ -289,6 +292,22 @@ def test_what_is_refused():
         ),
         (lambda: attention_fn(3), TypeError, "implementation is of type int; allowed are an operation's name"),
         (lambda: attention_fn([]), TypeError, "non-empty sequence of names"),
+        (lambda: attend(q, None, v), TypeError, "key must be an array, found NoneType"),
+        (
+            lambda: attend(q, k, v, mask=bools(3, 1, T, S)),
+            ValueError,
+            r"mask has shape \(3, 1, 5, 7\); allowed is what broadcasts to .* = \(2, 4, 5, 7\)$",
+        ),
+        (
+            lambda: attend(q, k, v, bias=floats(B, T, S)),
+            ValueError,
+            r"bias has shape \(2, 5, 7\); .* = \(2, 4, 5, 7\); pass bias\[:, None\]",
+        ),
+        (
+            lambda: attend(q[None], k[None], v[None], mask=bools(1, B, T, S)),
+            ValueError,
+            r"mask has shape \(1, 2, 5, 7\); .* = \(1, 2, 4, 5, 7\); pass mask\[:, :, None\]",
+        ),
     ):
         with pytest.raises(error, match=message):
             call()

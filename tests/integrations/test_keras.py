@@ -268,6 +268,8 @@ def test_the_routing_ends_and_nests(qkv):
     assert module.dot_product_attention is original
     with pytest.raises(ao.UnknownOperationError, match="no operation is named 'flahs'"):
         use_attention_ops("flahs")
+    with pytest.raises(ao.UnknownOperationError, match="no route is named 'flash/natve'; flash has flash/gpu"):
+        use_attention_ops("flash/natve")
     with pytest.raises(ao.NoRouteError, match="the fallback policy is 'error'"):  # noqa: SIM117
         with use_attention_ops("cudnn_flash", metadata=ao.OperationMetadata(fallback="error")):
             keras.ops.dot_product_attention(*qkv)
@@ -282,6 +284,28 @@ def test_functional_models_and_symbolic_tensors():
     assert plans[-1].operation == "flash"
     with pytest.raises(TypeError, match="query is a symbolic KerasTensor; .* call keras.ops.dot_product_attention"):
         dot_product_attention(*inputs)
+
+
+def test_an_error_begins_with_the_argument_that_was_given(qkv):
+    for options, message in (
+        ({"scale": "x"}, "scale must be a number"),
+        ({"is_causal": 1}, "is_causal must be True or False"),
+        ({"attn_logits_soft_cap": -1.0}, "attn_logits_soft_cap is -1.0; allowed"),
+        ({"attn_logits_soft_cap": -1.0, "flash_attention": True}, "attn_logits_soft_cap is -1.0; allowed"),
+        ({"mask": bools(B, T, T)}, r"mask has shape \(2, 5, 5\); .* = \(2, 5, 7\)"),
+        ({"mask": bools(T, T)}, r"mask has shape \(5, 5\); .* = \(2, 3, 5, 7\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            dot_product_attention(*qkv, **options)
+    with pytest.raises(TypeError, match=r"scale must be one real number, found a traced float32\[3, 1\]"):
+        jax.jit(lambda scale: dot_product_attention(*qkv, scale=scale))(jnp.ones((N, 1)))
+    with pytest.raises(TypeError, match="^query must be an array, found NoneType"):
+        dot_product_attention(None, *qkv[1:])
+    with pytest.raises(ValueError, match=r"^query has shape \(3, 8\); allowed is \[batch, length, heads, dim\]"):
+        dot_product_attention(qkv[0][0, 0], *qkv[1:])
+    for implementation in (3, ao.OperationRegistry.create("flash"), {"flash"}):
+        with pytest.raises(TypeError, match="^implementation is .*; allowed is an operation's name or a non-empty sequence"):
+            use_attention_ops(implementation)
 
 
 def test_another_backend_is_refused(qkv, monkeypatch):
