@@ -51,6 +51,7 @@ from attention_ops.selftest import reference
 from attention_ops.selftest.__main__ import main as selftest_command
 from attention_ops.selftest.cases import UnknownCaseError
 from attention_ops.selftest.cases import parse as parse_case
+from attention_ops.selftest.ingredients import INGREDIENTS
 
 QKV = tuple(jnp.ones((2, 4, heads, 8)) for heads in (4, 2, 2))
 SHAPE = ("--shape", "1,8,4,8")
@@ -304,7 +305,8 @@ ROWS = [
     Row(
         lambda s: call(query=None),
         TypeError,
-        "query must be an array, found NoneType; the layout is query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv]",
+        "query must be an array, found NoneType, of which numpy makes no numbers that JAX has; the layout is query [B, T, H, D], "
+        "key [B, S, K, D], value [B, S, K, Dv]",
     ),
     Row(
         lambda s: call(query=QKV[0][0]),
@@ -606,7 +608,7 @@ ROWS = [
     Row(
         lambda s: OperationMetadata(runtime_dtype="int32"),
         TypeError,
-        "runtime_dtype is int32; allowed are floating dtypes: float16, bfloat16, float32, float64",
+        "runtime_dtype is int32; allowed are float16, bfloat16, float32, float64",
     ),
     Row(
         lambda s: OperationMetadata(runtime_dtype="float64"),
@@ -1314,12 +1316,20 @@ ROWS = [
     Row(
         lambda s: parse_case("causl/small"),
         UnknownCaseError,
-        "no case ingredient is named 'causl' in 'causl/small'. Did you mean 'causal'?",
+        "no case ingredient is named 'causl' in 'causl/small'. Did you mean 'causal'? Allowed: plain, or with + between "
+        + ", ".join(INGREDIENTS),
     ),
     Row(
         lambda s: parse_case("causal/smal"),
         UnknownCaseError,
-        "'smal' in the case name 'causal/smal' is no size, dtype or mode. Did you mean 'small'?",
+        "'smal' in 'causal/smal' is no size, dtype, variant or mode that is left. Did you mean 'small'? Allowed: small, tiles, "
+        "square, ragged, one_head, odd, wide, decode, decode_long, long, deep, aligned, aligned_wide, float32, bfloat16, "
+        "float16, nan, large, cancel, bare, forward, eager, vmap, vmap_grad, remat",
+    ),
+    Row(
+        lambda s: parse_case("plain/small/float32/nan/bare/bare"),
+        UnknownCaseError,
+        "'bare' in 'plain/small/float32/nan/bare/bare' is no size, dtype, variant or mode that is left. Allowed: nothing more",
     ),
     Row(
         lambda s: reference.attention(np.ones((1, 2, 1, 4)), np.ones((1, 3, 1, 4)), np.ones((1, 3, 1, 4)), {"causal": True}),

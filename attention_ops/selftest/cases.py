@@ -208,20 +208,26 @@ def parse(name: str) -> Case:
     """Return the case of that name.
 
     Raises:
-        UnknownCaseError: a word is unknown; the message has the nearest.
+        UnknownCaseError: a word is unknown; the message has those that are known.
     """
     head, *words = name.split("/")
     parts = () if head == "plain" else tuple(head.split("+"))
     for part in parts:
         if part not in INGREDIENTS:
-            raise UnknownCaseError(f"no case ingredient is named {part!r} in {name!r}.{did_you_mean(part, INGREDIENTS)}")
+            hint, known = did_you_mean(part, INGREDIENTS), ", ".join(INGREDIENTS)
+            raise UnknownCaseError(
+                f"no case ingredient is named {part!r} in {name!r}.{hint} Allowed: plain, or with + between {known}"
+            )
     found: dict[str, str] = {}
     tables = (("geometry", GEOMETRIES), ("dtype", (*DTYPES, *wide_dtypes())), ("variant", VARIANTS), ("mode", MODES))
     for word in words:
         field = next((field for field, table in tables if word in table and field not in found), None)
         if field is None:
-            known = [word for _, table in tables for word in table]
-            raise UnknownCaseError(f"{word!r} in the case name {name!r} is no size, dtype or mode.{did_you_mean(word, known)}")
+            left = [word for field, table in tables if field not in found for word in table]
+            hint, allowed = did_you_mean(word, left), ", ".join(left) or "nothing more"
+            raise UnknownCaseError(
+                f"{word!r} in {name!r} is no size, dtype, variant or mode that is left.{hint} Allowed: {allowed}"
+            )
         found[field] = word
     return make(parts, **found)
 
