@@ -252,6 +252,11 @@ ROWS = [
         "autoregressive_decodeattn, auto, cudnn, ring",
     ),
     Row(
+        lambda s: returning(s, lambda r: (r.query, None)),
+        TypeError,
+        "wrong/native returned tuple; allowed are an AttentionOutput and the output array",
+    ),
+    Row(
         lambda s: returning(s, lambda r: r.query[:, :1]),
         TypeError,
         "wrong/native returned attention_outputs of (2, 1, 4, 8) float32, expected (2, 4, 4, 8) float32",
@@ -353,12 +358,12 @@ ROWS = [
     Row(
         lambda s: call(logits_soft_cap=0),
         ValueError,
-        "logits_soft_cap is 0.0; allowed is a finite number above 0, or None for no cap",
+        "logits_soft_cap is 0.0; allowed is a number from 1e-30 to 1e+30, or None for no cap",
     ),
     Row(
         lambda s: call(softmax_scale=float("inf")),
         ValueError,
-        "softmax_scale is inf; allowed is a finite number, or None for D ** -0.5 = 0.353553",
+        "softmax_scale is inf; allowed is a number from -1e+30 to 1e+30, or None for D ** -0.5 = 0.353553",
     ),
     Row(
         lambda s: call(softmax_scale="big"),
@@ -441,7 +446,7 @@ ROWS = [
     Row(
         lambda s: call(mask_info=SimpleNamespace(_attention_mask=None, _q_segment_ids=None, _kv_segment_ids=None)),
         ValueError,
-        "mask_info holds neither an attention mask nor both segment ids; build it with one of them",
+        "mask_info holds neither an attention mask nor segment ids; build it with one of them",
     ),
     Row(
         lambda s: call(bias=np.ones((4, 4), bool)),
@@ -579,6 +584,16 @@ ROWS = [
         lambda s: ao.BlockSizes(q=0),
         ValueError,
         "block_sizes.q is 0; allowed is an integer of 1 or more, or None to choose",
+    ),
+    Row(
+        lambda s: ao.plan("auto", *QKV, device=3),
+        TypeError,
+        "device is 3; allowed are a name as 'a100', a DeviceProfile, a device of JAX, and None",
+    ),
+    Row(
+        lambda s: call(metadata={"runtime_dtype": "float32"}),
+        TypeError,
+        "metadata must be an OperationMetadata, found dict; OperationMetadata.from_config reads a mapping",
     ),
     Row(
         lambda s: OperationMetadata(block_sizes=128),
@@ -1275,11 +1290,6 @@ ROWS = [
         "after a colon, for example bias=1,1,T,S:float32",
     ),
     # ------------------------------------------------------------ bench and selftest
-    Row(
-        lambda s: selftest("--load", "no_such"),
-        click.UsageError,
-        "--load no_such cannot be imported: ModuleNotFoundError: No module named 'no_such'",
-    ),
     Row(
         lambda s: s.patch(jax_systems, "free_memory", lambda: 0) or jax_systems.ours(Problem(CASES[0]), "vanilla"),
         Unavailable,

@@ -1,5 +1,7 @@
 """`python -m attention_ops.bench`."""
 
 from attention_ops.bench.cli import main
+from attention_ops.cli.lazy import written
 
-main(prog_name="python -m attention_ops.bench")
+with written():
+    main(prog_name="python -m attention_ops.bench")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
+import os
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -30,8 +33,38 @@ def refusals() -> Iterator[None]:
         raise Refused(error) from error
 
 
+_UNWRITABLE = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
+
+
+@contextlib.contextmanager
+def written() -> Iterator[None]:
+    """End a command whose output cannot be written with exit code 1, and one line that says so; none where a pipe is closed."""
+    if sys.stdout is None:  # it was closed before the start
+        _unwritten("standard output is closed")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left once more at its end
+        _unwritten(None if error.errno == errno.EPIPE else error.strerror)
+
+
+def _unwritten(why: str | None) -> NoReturn:
+    if why is not None:
+        click.echo(f"Error: cannot write the output: {why}", err=True)
+    sys.exit(1)
+
+
 class OneLineErrors(click.Group):
-    """A group whose commands stand in the order they were added, and whose usage errors are one line."""
+    """A group whose commands stand in the order they were added. An error of usage or of output is one line."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with written():
+            return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

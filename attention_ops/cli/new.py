@@ -8,6 +8,7 @@ import keyword
 import os
 import pathlib
 import re
+import shlex
 import string
 import sys
 
@@ -33,7 +34,7 @@ def new(name: str, folder: str) -> None:
         if path.exists():
             raise Refused(f"{path} exists and is not overwritten; choose another name or --dir")
     _check_free(name)
-    root, module = _module(place.absolute(), name)
+    root, module = _module(pathlib.Path(os.path.abspath(place)), name)
     words = {"name": name, "class_name": "".join(part.capitalize() for part in name.split("_")), "module": module}
     templates = importlib.resources.files("attention_ops.cli") / "templates"
     try:
@@ -84,16 +85,23 @@ def _module(place: pathlib.Path, name: str) -> tuple[pathlib.Path, str]:
     while (place / "__init__.py").exists():
         parts.insert(0, place.name)
         place = place.parent
-    return place, ".".join(parts)
+    module = ".".join(parts)
+    for part in parts:
+        if not part.isidentifier() or keyword.iskeyword(part) or (part is parts[0] and part in sys.stdlib_module_names):
+            raise Refused(
+                f"the file would be the module {module}, and {part!r} cannot be imported as a package; rename that folder, "
+                "take its __init__.py away, or choose another --dir"
+            )
+    return place, module
 
 
 def _next_steps(name: str, module: str, root: pathlib.Path, test: pathlib.Path) -> None:
     steps = [
-        f"pytest {test}",
+        f"pytest {shlex.quote(str(test))}",
         f"attention-ops explain {name} --load {module} --shape 1,1024,8,64 --set causal=true",
         f"attention-ops selftest --load {module} --op {name}",
     ]
     away = os.path.relpath(root)
     if away != ".":
-        steps.insert(1, f"cd {root if away.startswith(os.pardir) else away}")
+        steps.insert(1, f"cd {shlex.quote(str(root) if away.startswith(os.pardir) else away)}")
     click.echo("".join(f"  {step}\n" for step in steps), nl=False)

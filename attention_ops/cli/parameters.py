@@ -149,14 +149,29 @@ load_option = click.option(
 
 def load(module: str) -> None:
     """Import what registers a user's operations: a module, also one of the current folder, or a file."""
-    folder, name = ("", module) if not module.endswith(".py") else os.path.split(module.removesuffix(".py"))
-    if module.endswith(".py") and not os.path.isfile(module):
+    is_file = module.endswith(".py")
+    folder, name = os.path.split(module.removesuffix(".py")) if is_file else ("", module)
+    if is_file and not os.path.isfile(module):
         raise Refused(f"--load {module}: no such file")
-    sys.path.insert(0, os.path.abspath(folder))
     try:
-        importlib.import_module(name)
+        holder = _holder(name, module if is_file else None)
+        if holder is None:
+            sys.path.insert(0, os.path.abspath(folder))
+            importlib.import_module(name)
     except Exception as error:  # the user's own code may raise anything
         raise Refused(f"--load {module}: {type(error).__name__}: {error}") from error
+    if holder is not None:
+        raise Refused(f"--load {module}: the name {name!r} belongs to {holder}; rename your file")
+
+
+def _holder(name: str, file: str | None) -> str | None:
+    """Return what other module has the name: it would be imported in place of the user's, or hidden by it."""
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return "a module of Python"
+    spec = None if file is None else importlib.util.find_spec(name)
+    if file is None or spec is None or spec.origin is None:
+        return None
+    return None if os.path.realpath(spec.origin) == os.path.realpath(file) else spec.origin
 
 
 def profile_of(device: str | None, backend: str | None = None) -> DeviceProfile:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.machinery
-import importlib.util
 import json
 import pathlib
 import sys
-import types
 from typing import Any
 
 import click
@@ -42,13 +38,15 @@ def main(
     On CPU most cases are compiled without XLA's optimisations. --full takes some ten times as long. Exit status: 0 all proven as
     far as that, 1 a failure, 2 bad usage.
     """
+    from attention_ops.cli.parameters import load
+
     with _errors_in_one_line():
         if save and (cases or config):
             raise click.UsageError(f"--save keeps verdicts on whole routes; leave out {'--case' if cases else '--config'}")
         if json_file is not None and not pathlib.Path(json_file).absolute().parent.is_dir():
             raise click.UsageError(f"--json {json_file}: there is no such folder")
         for module in modules:
-            _load(module)
+            load(module)
         names = _known(operations)
 
     from attention_ops.selftest import report, runner
@@ -85,28 +83,13 @@ def _errors_in_one_line() -> Any:
         yield
     except (AttentionOpsError, UnknownCaseError, OSError) as error:
         _refuse(str(error))
-    except click.UsageError as error:
+    except click.ClickException as error:
         _refuse(error.message)
 
 
 def _refuse(message: str) -> None:
     click.echo(f"Error: {' '.join(message.split())}", err=True)
     sys.exit(2)
-
-
-def _load(module: str) -> None:
-    try:
-        if module.endswith(".py"):
-            path = pathlib.Path(module)
-            loader = importlib.machinery.SourceFileLoader(path.stem, str(path))
-            spec = importlib.util.spec_from_loader(path.stem, loader)
-            loaded = types.ModuleType(path.stem) if spec is None else importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = loaded
-            loader.exec_module(loaded)
-        else:
-            importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything
-        raise click.UsageError(f"--load {module} cannot be imported: {type(error).__name__}: {error}") from None
 
 
 def _known(operations: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -132,4 +115,7 @@ def _configured(path: str, cases: tuple[str, ...]) -> tuple[tuple[str, ...], dic
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m attention_ops.selftest")
+    from attention_ops.cli.lazy import written
+
+    with written():
+        main(prog_name="python -m attention_ops.selftest")

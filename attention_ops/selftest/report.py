@@ -20,13 +20,13 @@ SHOWN_FAILURES = 12
 _STYLES = {"passed": "green", "failed": "bold red", "unavailable": "yellow"}
 
 
-def is_rich(stream: TextIO) -> bool:
+def is_rich(stream: TextIO | None) -> bool:
     """Whether to draw: the stream is a terminal, and nobody asked for plain text (NO_COLOR, TERM=dumb)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return stream is not None and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 @contextlib.contextmanager
-def progress(stream: TextIO) -> Iterator[Progress]:
+def progress(stream: TextIO | None) -> Iterator[Progress]:
     """Give a function to call with cases done, cases in total and the route at hand."""
     if not is_rich(stream):
         yield lambda done, total, what: None

@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import typing
 
 import jax
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -31,6 +33,14 @@ LLAMA = {
 def run(*args, cwd=ROOT, **variables):
     environment = {**os.environ, "PYTHONPATH": ROOT, **variables}
     return subprocess.run([sys.executable, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def shell(script, cwd):
+    """Run lines of a shell, `attention-ops` being the installed script, which does not look for modules where it is run."""
+    scripts = sysconfig.get_path("scripts")
+    environment = {**os.environ, "PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", "-e", "-o", "pipefail", "-c", script]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 # ---------------------------------------------------------------- the ways in
@@ -62,6 +72,38 @@ def test_the_choices_are_those_of_the_library():
 
 def test_version(cli):
     assert ao.__version__ in cli("--version").stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full, whose every write fails, on this system")
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("attention-ops explain flash --shape 1,8,2,8 > /dev/full", "No space left on device"),
+        ("attention-ops list --help > /dev/full", "No space left on device"),
+        ("attention-ops config check configs/gemma2_2b.yaml >&-", "standard output is closed"),
+        ("python -m attention_ops.selftest --help > /dev/full", "No space left on device"),
+        ("python -m attention_ops.bench --help > /dev/full", "No space left on device"),
+    ],
+)
+def test_output_that_cannot_be_written_is_one_line(script, why):
+    result = shell(script, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (1, f"Error: cannot write the output: {why}\n")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    result = shell("set +o pipefail; attention-ops --help | true; python -m attention_ops.selftest --help | true", cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["list", "selftest"])
+def test_a_file_with_the_name_of_another_module_is_refused(refused, registry, tmp_path, command):
+    """It would not be imported, or in the place of that module."""
+    for name, holder in {"queue": "a module of Python", "numpy": np.__file__}.items():
+        file = tmp_path / f"{name}.py"
+        file.write_text("raise SystemExit")
+        expected = f"Error: --load {file}: the name {name!r} belongs to {holder}; rename your file"
+        assert refused(command, "--load", str(file)) == expected
+    assert "the name 'queue' belongs to a module of Python" in refused(command, "--load", "queue")
 
 
 @pytest.mark.parametrize(
@@ -123,15 +165,27 @@ def test_from_hf_to_the_terminal_and_to_a_file_that_check_accepts(cli, tmp_path)
 # ---------------------------------------------------------------- new
 
 
-def test_what_new_writes_works_as_written(cli, registry, tmp_path):
-    result = cli("new", "my_kernel", "--dir", str(tmp_path))
-    assert result.stdout.splitlines()[:2] == [f"wrote {tmp_path / 'my_kernel.py'}", f"wrote {tmp_path / 'test_my_kernel.py'}"]
-    assert "attention-ops selftest --load my_kernel --op my_kernel" in result.stdout
-    tested = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_kernel.py", cwd=tmp_path, JAX_PLATFORMS="cpu")
-    assert "6 passed" in tested.stdout, tested.stdout
-    load = ("--load", str(tmp_path / "my_kernel.py"))
-    assert "my_kernel on cpu runs my_kernel/native" in cli("explain", "my_kernel", *load, "--shape", "1,64,2,8").stdout
-    assert "1 passed of 1 routes" in cli("selftest", *load, "--op", "my_kernel", "--case", "causal").stdout
+def test_what_new_writes_works_by_the_lines_it_prints(tmp_path):
+    wrote = shell("attention-ops new my_kernel --dir 'a folder'", cwd=tmp_path).stdout.splitlines()
+    assert wrote[:4] == ["wrote a folder/my_kernel.py", "wrote a folder/test_my_kernel.py", "", "next:"]
+    tested, *steps = wrote[4:]
+    assert steps[-1] == "  attention-ops selftest --load my_kernel --op my_kernel"
+    result = shell("\n".join([f"{tested} -q -p no:cacheprovider", *steps]) + " --case causal", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for words in ("6 passed", "my_kernel on cpu runs my_kernel/native", "1 passed of 1 routes"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize("name", ["my-pkg", "class", "queue"])
+def test_new_refuses_a_package_that_cannot_be_imported(refused, tmp_path, name):
+    package = tmp_path / name
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert refused("new", "mine", "--dir", str(package)) == (
+        f"Error: the file would be the module {name}.mine, and {name!r} cannot be imported as a package; rename that "
+        "folder, take its __init__.py away, or choose another --dir"
+    )
+    assert len(list(package.iterdir())) == 1
 
 
 def test_new_overwrites_nothing(refused, tmp_path):
@@ -149,7 +203,7 @@ def test_in_a_package_the_operation_is_a_module_of_it(cli, tmp_path):
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").write_text("")
-    result = cli("new", "mine", "--dir", str(package))
+    result = cli("new", "mine", "--dir", str(package / os.pardir / "inner"))
     assert "from outer.inner.mine import Mine\n" in (package / "test_mine.py").read_text()
     assert f"cd {tmp_path}\n" in result.stdout
     assert "selftest --load outer.inner.mine --op mine" in result.stdout
@@ -159,6 +213,7 @@ def test_in_a_package_the_operation_is_a_module_of_it(cli, tmp_path):
 
 
 def test_doctor_has_what_an_issue_needs(cli, monkeypatch):
+    jax.devices()  # XLA reads its flags when it starts, and ends the process at one that it does not know
     monkeypatch.setenv("XLA_FLAGS", "--xla_something")
     result = cli("doctor")
     assert "\x1b" not in result.stdout

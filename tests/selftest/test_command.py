@@ -41,7 +41,7 @@ def _run(*words):
 
 
 @pytest.fixture
-def module(registry, tmp_path):
+def module(registry, tmp_path, monkeypatch):
     """Write a module that registers an operation; its output is multiplied by a factor."""
 
     def write(factor):
@@ -49,6 +49,7 @@ def module(registry, tmp_path):
         path.write_text(MODULE.replace("FACTOR", str(factor)))
         return str(path)
 
+    monkeypatch.setattr(sys, "path", [*sys.path])
     yield write
     sys.modules.pop("my_operation", None)
 
@@ -83,9 +84,14 @@ def test_a_failure_names_case_shapes_bound_and_a_way_to_repeat(module):
     ("words", "message"),
     [
         (("--op", "vanila"), "no operation is named 'vanila'; known are vanilla"),
-        (("--load", "no_such_module_here"), "--load no_such_module_here cannot be imported: ModuleNotFoundError"),
-        (("--load", "no/such/file.py"), "--load no/such/file.py cannot be imported: FileNotFoundError"),
+        (("--load", "no_such_module_here"), "--load no_such_module_here: ModuleNotFoundError: No module named"),
+        (("--load", "no/such/file.py"), "--load no/such/file.py: no such file"),
         (("--case", "casual/small/float32"), "Did you mean 'causal'?"),
+        (("--case", "nope"), "no case ingredient is named 'nope' in 'nope'. Allowed: plain, or with + between gqa, mqa, "),
+        (
+            ("--case", "plain/small/small"),
+            "'small' in 'plain/small/small' is no size, dtype, variant or mode that is left. Allowed: ",
+        ),
         (("--op", "sdpa", "--case", "sinks/small/float32"), "no route of sdpa takes the case sinks/small/float32"),
         (("--config", "no_such_config.yaml"), "no_such_config.yaml"),
         (("--seed", "many"), "many"),
@@ -188,6 +194,11 @@ def test_a_table_on_a_terminal(monkeypatch):
     assert "two/native" in text
     assert "three/cuda: has no route for cpu" in text
     with report.progress(Terminal()) as progress:
+        progress(1, 5, "one/native")
+
+
+def test_without_a_stderr_no_bar_is_drawn():
+    with report.progress(None) as progress:
         progress(1, 5, "one/native")
 
 
