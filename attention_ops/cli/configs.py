@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ def from_hf(path: str, out: str | None, name: str | None, ignore: tuple[str, ...
         click.echo(text, nl=False)
         return
     write(out, text, force)
-    click.echo(f"wrote {out}; next: attention-ops config check {out}")
+    click.echo(f"wrote {out}; next: {shlex.join(('attention-ops', 'config', 'check', out))}")
 
 
 def write(path: str, text: str, force: bool = False) -> None:

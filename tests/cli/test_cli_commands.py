@@ -147,13 +147,14 @@ def test_check_says_what_is_wrong_in_which_line_and_checks_the_others(cli, tmp_p
 
 
 def test_from_hf_to_the_terminal_and_to_a_file_that_check_accepts(cli, tmp_path):
-    source, out = tmp_path / "config.json", tmp_path / "mine.yaml"
+    source, out = tmp_path / "config.json", tmp_path / "my model.yaml"
     source.write_text(json.dumps(LLAMA | {"some_new_key": 1}))
     result = cli("config", "from-hf", str(source), "--name", "mine")
     assert "name: mine" in result.stdout
     assert result.stderr.startswith("Warning: ")
     assert "some_new_key" in result.stderr
-    assert cli("config", "from-hf", str(tmp_path), "--name", "mine", "--out", str(out)).stdout.startswith(f"wrote {out}; next: ")
+    written = cli("config", "from-hf", str(tmp_path), "--name", "mine", "--out", str(out)).stdout
+    assert written == f"wrote {out}; next: attention-ops config check '{out}'\n"
     found = ao.load_config(out)
     assert (found.name, found.num_heads, found.head_dim, found.causal) == ("mine", 4, 16, True)
     again = ("config", "from-hf", str(source), "--out", str(out))
