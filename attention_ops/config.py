@@ -6,18 +6,20 @@ Face `config.json`. The package loads this module when it is first asked for: py
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Self, Unpack
+from typing import Annotated, Any, Literal, Self, SupportsIndex, Unpack
 
 import jax
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from attention_ops import api, masks
-from attention_ops.config_errors import Place, Schema, sentences, shown
+from attention_ops.config_errors import Place, Schema, file_name, indivisible, sentences, shown
 from attention_ops.errors import ConfigError, UnknownOperationError, did_you_mean
 from attention_ops.metadata import FallbackPolicy, OnIndivisible, OperationMetadata
 from attention_ops.planner import Chain, Plan
@@ -60,7 +62,8 @@ def _axes(value: Any) -> Any:
     for key, axis in value.items():
         if key not in DEFAULT_AXES:
             raise ValueError(f"found the key {key!r}.{did_you_mean(str(key), DEFAULT_AXES)} Allowed: {', '.join(DEFAULT_AXES)}")
-        if axis is not None and not all(isinstance(name, str) for name in ([axis] if isinstance(axis, str) else axis)):
+        names = [axis] if axis is None or isinstance(axis, str) else axis
+        if axis is not None and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
             raise ValueError(f"{key}: found {shown(axis)}; allowed is a mesh axis name, a list of names, or null")
     return {key: _names(axis) for key, axis in value.items()}
 
@@ -105,8 +108,7 @@ class LayerConfig(_Frozen):
     def _divides(cls, value: int, info: ValidationInfo) -> int:
         heads = info.data.get("num_heads", value)
         if heads % value:
-            near = [n for n in range(1, heads + 1) if heads % n == 0] if heads <= 4096 else [1, heads]
-            raise ValueError(f"found {value}, which does not divide num_heads {heads}; allowed: {', '.join(map(str, near))}")
+            raise ValueError(f"found {value}, {indivisible('num_heads', heads)}")
         return value
 
     def options(self) -> dict[str, Any]:
@@ -240,8 +242,9 @@ class AttentionConfig(LayerConfig):
     ) -> Self:
         """Read a Hugging Face `config.json`: a path, the folder that holds it, or its contents.
 
-        The families are `attention_ops.hf.FAMILIES`. A key that is not known and could change attention is a ConfigError, unless
-        `ignore` has it; others are named in a warning. `sliding_window` n, which counts the query, becomes (n - 1, 0).
+        The families are `attention_ops.hf.FAMILIES`. A key left out has the default of transformers. A key that is not known and
+        could change attention is a ConfigError, unless `ignore` has it; others are named in a warning. `sliding_window` n, which
+        counts the query, becomes (n - 1, 0).
 
         >>> shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "max_position_embeddings": 8192}
         >>> cfg = AttentionConfig.from_hf({"model_type": "llama", "num_hidden_layers": 30, **shape}, name="smollm2")
@@ -272,22 +275,24 @@ class AttentionConfig(LayerConfig):
         pattern = self.pattern or (ONE_KIND,)
         return pattern * (self.num_layers // len(pattern)) + self.pattern_tail
 
-    def layer(self, which: int | str | None = None) -> LayerConfig:
+    def layer(self, which: SupportsIndex | str | None = None) -> LayerConfig:
         """Return the facts of a layer by its number or kind. None is the only kind there is."""
         kinds, order = self.kinds, self.layer_kinds
         if which is None and len(kinds) > 1:
             differ = "; ".join(f"{kind}: {_layers(order, kind)}" for kind in kinds)
             raise ConfigError(f"{self.name}: its layers differ ({differ}); name one: build(0) or build({kinds[0]!r})")
-        if isinstance(which, int) and not isinstance(which, bool) and 0 <= which < self.num_layers:
-            which = order[which]
         which = next(iter(kinds)) if which is None else which
-        if which not in kinds:
+        if not isinstance(which, str | bool):
+            with contextlib.suppress(TypeError):
+                number = operator.index(which)
+                which = order[number] if 0 <= number < self.num_layers else number
+        if not isinstance(which, str) or which not in kinds:
             hint = did_you_mean(str(which), kinds)
             allowed = f"a layer from 0 to {self.num_layers - 1}, or a kind: {', '.join(kinds)}"
             raise ConfigError(f"{self.name}: there is no layer {which!r}.{hint} Allowed: {allowed}")
-        return self.layer_types.get(str(which), self)
+        return self.layer_types.get(which, self)
 
-    def build(self, layer: int | str | None = None, *, mesh: Any = None) -> ConfiguredAttention:
+    def build(self, layer: SupportsIndex | str | None = None, *, mesh: Any = None) -> ConfiguredAttention:
         """Return a layer's attention, ready to call: its number, its kind, or None where all layers are alike."""
         facts, names = self.layer(layer), self.kinds
         kind = next((kind for kind, found in self.layer_types.items() if found is facts), None)
@@ -299,7 +304,7 @@ class AttentionConfig(LayerConfig):
         )
 
     def shapes(
-        self, batch: int = 1, length: int | None = None, layer: int | str | None = None, dtype: Any = None
+        self, batch: int = 1, length: int | None = None, layer: SupportsIndex | str | None = None, dtype: Any = None
     ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Return query, key and value to plan with; nothing is allocated.
 
@@ -307,7 +312,7 @@ class AttentionConfig(LayerConfig):
         default, and bfloat16 where the config leaves it to the inputs.
         """
         at, dtype = self.layer(layer), dtype or self.runtime_dtype or "bfloat16"
-        queries = length or at.max_length
+        queries = at.max_length if length is None else length
         keys, width = at.kv_length or queries, at.value_head_dim or at.head_dim
         dims = (
             (queries, at.num_heads, at.head_dim),
@@ -406,12 +411,12 @@ def load_config(path: str | os.PathLike[str]) -> AttentionConfig:
 
     An operation that the config names must be registered by then: import the module that registers it first.
     """
-    data, place = read(path)
+    data, place = read(file_name("path", path, "the path of a YAML file"))
     config = AttentionConfig._checked(data, place)
     for keys, facts in ((), config), *((("layer_types", kind), facts) for kind, facts in config.layer_types.items()):
         for name in (facts.operation,) if isinstance(facts.operation, str) else facts.operation:
             try:
-                OperationRegistry.get(name.partition("/")[0])
+                OperationRegistry.resolve(name)
             except UnknownOperationError as error:
                 raise ConfigError(place.at((*keys, "operation"), str(error))) from None
     return config

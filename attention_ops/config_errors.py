@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from attention_ops.errors import closest_first, did_you_mean
+from attention_ops.errors import ConfigError, closest_first, did_you_mean
 
 
 class _Short(reprlib.Repr):
@@ -22,6 +24,8 @@ _repr = _Short()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
+_EXPONENT = re.compile(r"([-+]?\d+)(\.\d*)?[eE]([-+]?)(\d+)")
+"""A number that YAML 1.1 reads as text, for want of a dot or of the exponent's sign."""
 _UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's names for a key of no field, and a key that is no text
 
 
@@ -43,6 +47,25 @@ class Place:
 def shown(value: Any) -> str:
     """Return a short form of a value and its type, for "found ..."."""
     return "null" if value is None else f"{_repr.repr(value)} ({type(value).__name__})"
+
+
+def indivisible(name: str, heads: int) -> str:
+    """Return the rest of the sentence about a number of kv heads that does not divide `heads`, the value of `name`."""
+    near = [n for n in range(1, heads + 1) if heads % n == 0] if heads <= 4096 else [1, heads]
+    return f"which does not divide {name} {heads}; allowed: {', '.join(map(str, near))}"
+
+
+def file_name(argument: str, path: Any, allowed: str) -> str:
+    """Return the path as text, or raise what is wrong with it as the value of an argument."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
+        raise TypeError(f"{argument}: found {shown(path)}; allowed is {allowed}")
+    try:
+        held = b"\0" in os.fsencode(name) and "a null character"
+    except UnicodeEncodeError:
+        held = "half of a pair of surrogates"
+    if held:
+        raise ConfigError(f"{argument}: found {shown(name)}, which holds {held}, as no file's name does; allowed is {allowed}")
+    return name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +120,9 @@ def _sentence(error: Mapping[str, Any], loc: tuple[Any, ...], schema: Schema) ->
     example = f"; for example {leaf}: {field.examples[0]}" if field.examples else ""
     words = [word.strip(",:") for word in field.description.split()]
     hint = did_you_mean(str(error["input"]), words) if kind == "literal_error" else ""
-    return (
-        f"{'is missing' if kind == 'missing' else f'found {found}'}; allowed is {field.description}{example}{hint and '.' + hint}"
-    )
+    bound = f", below {error['ctx']['lt']}" if kind == "less_than" else ""
+    number = _EXPONENT.fullmatch(error["input"]) if kind == "float_type" and isinstance(error["input"], str) else None
+    if number and not (number[2] and number[3]):
+        hint = f" YAML 1.1 reads it as text; write {number[1]}{number[2] or '.0'}e{number[3] or '+'}{number[4]}"
+    said = "is missing" if kind == "missing" else f"found {found}"
+    return f"{said}; allowed is {field.description}{bound}{example}{hint and '.' + hint}"

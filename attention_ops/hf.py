@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attention_ops.config_errors import Place, shown
+from attention_ops.config_errors import Place, file_name, indivisible, shown
 from attention_ops.errors import ConfigError, closest_first
 
 Facts = dict[str, Any]
 MAX_BYTES = 10_000_000
 """Largest file that is read."""
+_MOST = 2**31 - 1
 
 _WITHOUT_EFFECT = """
 _attn_implementation_autoset _class_name _diffusers_version _name_or_path activation_dropout activation_function
@@ -65,12 +66,14 @@ class Keys:
         self.seen.add(key)
         return self.data.get(key, self.defaults.get(key))
 
-    def count(self, key: str, least: int = 1, most: int | None = None) -> int:
+    def found(self, key: str) -> str:
+        value = shown(self.get(key))
+        return f"found {value}" if key in self.data else f"is left out, and its default is {value}"
+
+    def count(self, key: str, least: int = 1, most: int = _MOST) -> int:
         value = self.get(key)
-        if type(value) is not int or value < least or (most is not None and value > most):
-            found = "is missing" if value is None else f"found {shown(value)}"
-            limit = f"{least} or more" if most is None else f"{least} to {most}"
-            raise self.error(key, f"{found}; allowed is a whole number of {limit}")
+        if type(value) is not int or not least <= value <= most:
+            raise self.error(key, f"{self.found(key)}; allowed is a whole number of {least} to {most}")
         return value
 
     def layers(self, key: str) -> int:
@@ -78,14 +81,14 @@ class Keys:
 
     def positive(self, key: str) -> float | None:
         value = self.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
-            raise self.error(key, f"found {shown(value)}; allowed is a number above 0, or null")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30):
+            raise self.error(key, f"{self.found(key)}; allowed is a number above 0 and below 1e30, or null")
         return value
 
     def only(self, key: str, *accepted: Any, why: str) -> None:
         value = self.get(key)
         if value not in (None, *accepted):
-            raise self.error(key, f"found {shown(value)}: {why}; allowed is {' or '.join(map(str, (*accepted, 'null')))}")
+            raise self.error(key, f"{self.found(key)}: {why}; allowed is {' or '.join(map(str, (*accepted, 'null')))}")
 
     def error(self, key: str, sentence: str) -> ConfigError:
         return ConfigError(self.place.at((key,), sentence))
@@ -100,9 +103,18 @@ def _heads(keys: Keys, width: str = "hidden_size", heads: str = "num_attention_h
         raise keys.error(width, f"{keys.count(width)} is not a multiple of {heads} {number}; say head_dim")
     return {
         "num_heads": number,
-        "num_kv_heads": number if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads"),
+        "num_kv_heads": _kv_heads(keys, heads),
         "head_dim": keys.count(width) // number if keys.get("head_dim") is None else keys.count("head_dim"),
     }
+
+
+def _kv_heads(keys: Keys, heads: str = "num_attention_heads") -> int:
+    number, key = keys.count(heads), "num_key_value_heads"
+    if keys.get(key) is None:
+        return number
+    if number % keys.count(key):
+        raise keys.error(key, f"{keys.found(key)}, {indivisible(heads, number)}")
+    return keys.count(key)
 
 
 def _decoder(keys: Keys) -> Facts:
@@ -137,7 +149,7 @@ def _layered(keys: Keys, is_local: Callable[[int], bool]) -> Facts:
         kinds = [_KINDS[kind] for kind in given]
     window = _window(keys)
     if "local" in kinds and window["sliding_window"] is None:
-        raise keys.error("sliding_window", "is missing, and there are layers of sliding_attention; allowed is 1 or more")
+        raise keys.error("sliding_window", "found null, and there are layers of sliding_attention; allowed is 1 or more")
     if "global" not in kinds:
         return facts | window
     if "local" not in kinds:
@@ -152,9 +164,8 @@ def pattern_of(kinds: list[str]) -> Facts:
 
 
 def _qwen(keys: Keys) -> Facts:
-    on, first = bool(keys.get("use_sliding_window")), keys.count("max_window_layers", least=0)
-    keys.get("sliding_window")
-    return _layered(keys, lambda layer: on and layer >= first)
+    window, on, first = keys.get("sliding_window"), keys.get("use_sliding_window"), keys.count("max_window_layers", least=0)
+    return _layered(keys, lambda layer: bool(on) and window is not None and layer >= first)
 
 
 def _gemma(keys: Keys) -> Facts:
@@ -162,14 +173,24 @@ def _gemma(keys: Keys) -> Facts:
     return _decoder(keys)
 
 
-def _gemma2(keys: Keys) -> Facts:
-    """Read Gemma 2 and 3: `sliding_window_pattern` - 1 layers with a window, then one without."""
+def _periodic(keys: Keys, period: int) -> Facts:
+    """Read Gemma 2 and 3: `period` - 1 layers with a window, then one without."""
     keys.only("use_bidirectional_attention", False, why="attention to later positions is not read")
     keys.seen.add("_sliding_window_pattern")
-    scalar, period = keys.positive("query_pre_attn_scalar"), keys.count("sliding_window_pattern")
+    scalar = keys.positive("query_pre_attn_scalar")
     facts = _layered(keys, lambda layer: (layer + 1) % period != 0)
     scale = None if scalar is None else scalar**-0.5
     return facts | {"softmax_scale": scale, "logits_soft_cap": keys.positive("attn_logit_softcapping")}
+
+
+def _gemma2(keys: Keys) -> Facts:
+    keys.only("sliding_window_pattern", 2, why="transformers' Gemma 2 has a window in every other layer")
+    return _periodic(keys, 2)
+
+
+def _gemma3(keys: Keys) -> Facts:
+    keys.only("attn_logit_softcapping", why="transformers' Gemma 3 has the key and applies no cap in attention")
+    return _periodic(keys, keys.count("sliding_window_pattern"))
 
 
 def _gpt_oss(keys: Keys) -> Facts:
@@ -178,7 +199,7 @@ def _gpt_oss(keys: Keys) -> Facts:
 
 def _deepseek(keys: Keys) -> Facts:
     """Read multi-head latent attention with keys and values decompressed, as in training and prefill."""
-    width = keys.count("qk_nope_head_dim") + keys.count("qk_rope_head_dim")
+    width = keys.count("qk_nope_head_dim", most=2**20) + keys.count("qk_rope_head_dim", most=2**20)
     keys.seen |= {"head_dim", "qk_head_dim"}  # derived: the rotary part, and `width`
     key = "rope_scaling" if keys.get("rope_parameters") is None else "rope_parameters"
     rope = keys.get(key) or {}
@@ -188,12 +209,10 @@ def _deepseek(keys: Keys) -> Facts:
     mscale, factor = inner.positive("mscale_all_dim") if rope.get("mscale_all_dim") else None, inner.positive("factor") or 1.0
     if mscale and rope.get("rope_type", rope.get("type", "default")) != "default":
         scale = width**-0.5 * (0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0) ** 2
-    heads = keys.count("num_attention_heads")
-    kv_heads = heads if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
     return {
         "num_layers": keys.layers("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
+        "num_heads": keys.count("num_attention_heads"),
+        "num_kv_heads": _kv_heads(keys),
         "head_dim": width,
         "value_head_dim": keys.count("v_head_dim"),
         "max_length": keys.count("max_position_embeddings"),
@@ -209,15 +228,21 @@ def _bert(keys: Keys) -> Facts:
 
 
 def _vit(keys: Keys) -> Facts:
-    tokens = (keys.count("image_size") // keys.count("patch_size")) ** 2 + 1
+    tokens = _patches(keys, "image_size") + 1
     return {"num_layers": keys.layers("num_hidden_layers"), **_heads(keys), "max_length": tokens, "causal": False}
+
+
+def _patches(keys: Keys, size: str) -> int:
+    side = keys.count(size, most=2**15)
+    return (side // keys.count("patch_size", most=side)) ** 2
 
 
 def _whisper(keys: Keys) -> Facts:
     heads = keys.count("decoder_attention_heads")
     keys.count("encoder_attention_heads")
     keys.only("encoder_attention_heads", heads, why=f"the decoder has {heads} heads, and one config has one number")
-    encoder, decoder, frames = keys.layers("encoder_layers"), keys.layers("decoder_layers"), keys.count("max_source_positions")
+    encoder, decoder = (keys.count(key, most=3_333) for key in ("encoder_layers", "decoder_layers"))
+    frames = keys.count("max_source_positions")
     return {
         "num_layers": encoder + 2 * decoder,
         **_heads(keys, "d_model", "decoder_attention_heads"),
@@ -230,51 +255,88 @@ def _whisper(keys: Keys) -> Facts:
 
 def _sd3(keys: Keys) -> Facts:
     keys.only("dual_attention_layers", [], (), why="its second attention, of the image alone, is not read")
-    heads, patches = keys.count("num_attention_heads"), keys.count("sample_size") // keys.count("patch_size")
+    heads = keys.count("num_attention_heads")
     return {
         "num_layers": keys.layers("num_layers"),
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": keys.count("attention_head_dim"),
-        "max_length": patches**2 + _SD3_TEXT_TOKENS,
+        "max_length": _patches(keys, "sample_size") + _SD3_TEXT_TOKENS,
         "causal": False,
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How to read the config.json of a model type, and the values of keys that it may leave out."""
+    """How to read the config.json of a model type, and transformers' values of keys left out; a key not here has null."""
 
     read: Callable[[Keys], Facts]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_GEMMA3 = {
+_LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "max_position_embeddings": 2048}
+_QWEN = {**_LLAMA, "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_size": 3072,
+    "max_position_embeddings": 8192,
+}
+_GEMMA2 = {
+    **_GEMMA,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
+    "hidden_size": 2304,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "sliding_window_pattern": 6,
 }
-_GEMMA2 = {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "sliding_window": 4096}
+_GPT_OSS = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+}
+_DEEPSEEK = {
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+_BERT = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768}
+_WHISPER = {
+    "d_model": 384,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+}
+_SD3 = {"num_layers": 18, "num_attention_heads": 18, "attention_head_dim": 64, "sample_size": 128, "patch_size": 2}
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_decoder),
-    "mistral": Family(_windowed, {"sliding_window": 4096, "num_key_value_heads": 8}),
-    "phi3": Family(_windowed),
-    "qwen2": Family(_qwen, {"sliding_window": 4096, "max_window_layers": 28}),
-    "qwen3": Family(_qwen, {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128}),
-    "gemma": Family(_gemma, {"head_dim": 256}),
-    "gemma2": Family(_gemma2, {**_GEMMA2, "sliding_window_pattern": 2}),
-    "gemma3_text": Family(_gemma2, _GEMMA3),
-    "gpt_oss": Family(_gpt_oss, {"head_dim": 64, "sliding_window": 128}),
-    "deepseek_v3": Family(_deepseek),
-    "bert": Family(_bert),
-    "vit": Family(_vit, {"image_size": 224, "patch_size": 16}),
-    "whisper": Family(_whisper),
-    "SD3Transformer2DModel": Family(_sd3),
+    "llama": Family(_decoder, _LLAMA),
+    "mistral": Family(_windowed, {**_LLAMA, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}),
+    "phi3": Family(_windowed, {**_LLAMA, "hidden_size": 3072, "max_position_embeddings": 4096}),
+    "qwen2": Family(_qwen, _QWEN),
+    "qwen3": Family(_qwen, {**_QWEN, "head_dim": 128}),
+    "gemma": Family(_gemma, _GEMMA),
+    "gemma2": Family(_gemma2, {**_GEMMA2, "attn_logit_softcapping": 50.0}),
+    "gemma3_text": Family(_gemma3, {**_GEMMA2, "max_position_embeddings": 131072, "sliding_window_pattern": 6}),
+    "gpt_oss": Family(_gpt_oss, _GPT_OSS),
+    "deepseek_v3": Family(_deepseek, _DEEPSEEK),
+    "bert": Family(_bert, {**_BERT, "max_position_embeddings": 512}),
+    "vit": Family(_vit, {**_BERT, "image_size": 224, "patch_size": 16}),
+    "whisper": Family(_whisper, _WHISPER),
+    "SD3Transformer2DModel": Family(_sd3, _SD3),
 }
 """By `model_type`, or `_class_name` for diffusers."""
 
@@ -299,6 +361,8 @@ def convert(
     if family is None:
         known = ", ".join(closest_first(str(model_type), FAMILIES))
         raise ConfigError(place.at(("model_type",), f"found {shown(model_type)}; allowed are {known}"))
+    if odd := [key for key in data if not isinstance(key, str)]:
+        raise ConfigError(place.at((), f"found the key {shown(odd[0])}; allowed are keys of text"))
     keys = Keys(data, family.defaults, place)
     facts = family.read(keys)
     dtype = next((found for key in ("dtype", "torch_dtype") if (found := keys.get(key)) in _DTYPES), None)
@@ -331,7 +395,7 @@ def _name_the_unknown(keys: Keys, ignore: frozenset[str]) -> None:
 def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     if isinstance(source, Mapping):
         return source, "config.json"
-    where = os.fspath(source)
+    where = file_name("source", source, "a path, or the contents of a config.json as a mapping")
     if os.path.isdir(where):
         where = os.path.join(where, "config.json")
     place = Place(where)

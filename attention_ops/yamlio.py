@@ -123,17 +123,21 @@ def _inspect(
 def _scalar_problem(node: yaml.ScalarNode) -> str:
     """Return what is wrong with a value that no collection is, or nothing."""
     if node.tag not in _READ:
-        try:
-            node.value.encode()
-        except UnicodeEncodeError:
-            return f"{shown(node.value)} holds half of a pair of surrogates, which is no character; write the character itself"
-        return ""
+        return _text_problem(node.value)
     if len(node.value) > MAX_DIGITS:
         return f"is a number of {len(node.value)} characters, more than {MAX_DIGITS}; write a smaller one, or quote what is text"
     try:
         _CONSTRUCTOR.yaml_constructors[node.tag](_CONSTRUCTOR, node)
     except (ValueError, KeyError):  # a tag was written beside it
         return f"{shown(node.value)} is {_READ[node.tag]}; remove the tag {node.tag.replace(_TAG, '!!')}, or correct the value"
+    return ""
+
+
+def _text_problem(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"{shown(text)} holds half of a pair of surrogates, which is no character; write the character itself"
     return ""
 
 
@@ -145,18 +149,24 @@ def _key_problem(key: yaml.ScalarNode) -> str:
 
 def dump(data: Mapping[str, Any]) -> str:
     """Return `data` as YAML, keys in their order, lists and small mappings on one line."""
-    settings = {"sort_keys": False, "default_flow_style": None, "width": 110, "allow_unicode": True}
+    settings: dict[str, Any] = {"Dumper": _Dumper, "sort_keys": False, "width": 110, "allow_unicode": True}
     return "".join(
-        yaml.safe_dump({key: item}, **settings) if _nested(item) else _line(key, item) for key, item in _plain(data).items()
+        yaml.dump({key: item}, default_flow_style=None if isinstance(item, dict | list) else False, **settings)
+        for key, item in _plain(data).items()
     )
 
 
-def _nested(value: Any) -> bool:
-    return isinstance(value, dict | list)
+class _Dumper(yaml.SafeDumper):
+    """Escapes the line breaks that only Unicode has: PyYAML writes them as they are, and reads them as spaces."""
 
 
-def _line(key: str, value: Any) -> str:
-    return yaml.safe_dump({key: value}, default_flow_style=False, width=110, allow_unicode=True)
+def _represent(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    if problem := _text_problem(text):
+        raise ConfigError(problem)
+    return dumper.represent_scalar(f"{_TAG}str", text, style='"' if {*text} & {*"\x85\u2028\u2029"} else None)
+
+
+_Dumper.add_representer(str, _represent)
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import json
 import pickle
 import subprocess
@@ -21,6 +22,7 @@ import yaml
 import attention_ops as ao
 from attention_ops import masks
 from attention_ops.config import AttentionConfig, ConfiguredAttention, LayerConfig
+from attention_ops.hf import FAMILIES
 from attention_ops.metadata import BACKEND_NAMES
 from attention_ops.selftest import reference
 
@@ -307,6 +309,10 @@ MISTAKES = {
         edit("global: {}", "global: {operation: vanila}"),
         r"(?s)^x.yaml:16: layer_types.global.operation: .*vanila.*vanilla",
     ),
+    "unknown route": (
+        edit("operation: blocksparse", "operation: flash/natve"),
+        r"^x.yaml:19: operation: no route is named 'flash/natve'; flash has .*flash/native",
+    ),
     "operation is a number": (
         edit("operation: blocksparse", "operation: 3"),
         r"^x.yaml:19: operation: found 3 \(int\); allowed is",
@@ -333,7 +339,13 @@ MISTAKES = {
     "infinite": (edit("50.0", ".inf"), r"^x.yaml:12: logits_soft_cap: found inf \(float\); allowed is a number above 0"),
     "number that YAML reads as text": (
         edit("0.0625", "625e-4"),
-        r"^x.yaml:11: softmax_scale: found '625e-4' \(str\); allowed is",
+        r"^x.yaml:11: softmax_scale: found '625e-4' \(str\); allowed is .*\. YAML 1\.1 reads it as text; write 625\.0e-4$",
+    ),
+    "quoted number": (edit("0.0625", "'1.0e-5'"), r"^x.yaml:11: softmax_scale: found '1.0e-5' \(str\); allowed is .* 0\.125$"),
+    "number whose exponent has no sign": (edit("50.0", "5.5e1"), r"^x.yaml:12: logits_soft_cap: found '5.5e1'.* write 5\.5e\+1$"),
+    "number too large": (
+        edit("head_dim: 256", "head_dim: 2147483648"),
+        r"^x.yaml:8: head_dim: found 2147483648 \(int\); allowed is .*, 1 or more, below 2147483648; for example head_dim: 64$",
     ),
     "window of one side": (
         edit("[4095, 0]", "[4095]"),
@@ -400,6 +412,14 @@ MISTAKES = {
     "axis is a number": (
         GEMMA2 + "partition_axis: {head_axis: [1]}",
         r"^x.yaml:24: partition_axis: head_axis: found \[1\] \(list\)",
+    ),
+    "axis is one number": (
+        GEMMA2 + "partition_axis: {head_axis: 3}",
+        r"^x.yaml:24: partition_axis: head_axis: found 3 \(int\); allowed is a mesh axis name, a list of names, or null$",
+    ),
+    "axis is a mapping": (
+        GEMMA2 + "partition_axis: {head_axis: {tp: 2}}",
+        r"^x.yaml:24: partition_axis: head_axis: found {'tp': 2}",
     ),
     "missing keys": (
         "name: x\n",
@@ -501,6 +521,27 @@ def test_a_layer_that_is_not_there():
             gemma2.build(which)
 
 
+def test_layers_and_lengths_may_be_any_whole_number():
+    gemma2 = load("gemma2_2b")
+    assert gemma2.build(np.int64(1)) == gemma2.build(jnp.asarray(1)) == gemma2.build(1)
+    assert [shape.shape[1] for shape in gemma2.shapes(length=0, layer=0)] == [0, 0, 0]
+    with pytest.raises(ao.ConfigError, match=r"there is no layer 26. Allowed: a layer from 0 to 25"):
+        gemma2.build(np.int64(26))
+    with pytest.raises(ao.ConfigError, match=r"there is no layer array\(\[0, 1\]\). Allowed: a layer from 0 to 25"):
+        gemma2.build(np.arange(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("read", "argument"), [(ao.load_config, "path"), (AttentionConfig.from_hf, "source")])
+def test_a_path_that_is_none_is_named(read: Any, argument: str):
+    for path in (None, 3, ["c.yaml"], b"c.yaml"):
+        with pytest.raises(TypeError, match=rf"^{argument}: found .*; allowed is (the|a) path"):
+            read(path)
+    for path, held in {"c\0": "a null character", "\ud800": "half of a pair of surrogates"}.items():
+        message = rf"^{argument}: found '.*' \(str\), which holds {held}, as no file's name does; allowed is (the|a) path"
+        with pytest.raises(ao.ConfigError, match=message):
+            read(path)
+
+
 def test_an_operation_registered_before_is_accepted(tmp_path: Path):
     path = tmp_path / "x.yaml"
     path.write_text(edit("operation: blocksparse", "operation: [config_test_op, flash/native]"))
@@ -541,6 +582,22 @@ def test_to_yaml_says_what_a_kind_takes_back():
     assert after == before
     assert after.layer("global").sliding_window is None
     assert list(yaml.safe_load(before.to_yaml()))[:3] == ["name", "num_layers", "num_heads"]
+
+
+UNUSUAL = ["a\x85b", "\x85", "a\u2028 b", "\u2029\x85c", "\ufeffa", "\x07\x00\x7f\ufffe", "a\n\r\tb", " a ", "1e5", "<<"]
+
+
+@pytest.mark.parametrize("text", UNUSUAL, ids=ascii)
+def test_any_text_survives_to_yaml(text: str, tmp_path: Path):
+    before = config(name=text, source=text, layer_types={text: {}, "b": {"sinks": True}}, pattern=[text, "b"])
+    (tmp_path / "x.yaml").write_text(before.to_yaml(), encoding="utf-8", newline="")
+    assert ao.load_config(tmp_path / "x.yaml") == before
+
+
+def test_what_no_file_can_hold_is_not_written():
+    message = r"^'\\ud800' \(str\) holds half of a pair of surrogates, which is no character; write the character itself$"
+    with pytest.raises(ao.ConfigError, match=message):
+        config(name="\ud800").to_yaml()
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -731,10 +788,78 @@ def test_null_is_not_the_default():
     assert AttentionConfig.from_hf(left_out).sliding_window == (4095, 0)
 
 
+def left_out(layers: int, heads: int, hidden_size: int, **others: Any) -> dict[str, Any]:
+    return {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden_size, **others}
+
+
+QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
+GEMMA = {"num_key_value_heads": 4, "sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256}
+MLA = {"num_key_value_heads": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+WHISPER_HEADS = {"encoder_attention_heads": 6, "decoder_attention_heads": 6}
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "llama": left_out(32, 32, 4096, max_position_embeddings=2048, num_key_value_heads=None, head_dim=None),
+    "mistral": left_out(32, 32, 4096, max_position_embeddings=131072, num_key_value_heads=8, head_dim=None, sliding_window=4096),
+    "phi3": left_out(32, 32, 3072, max_position_embeddings=4096, num_key_value_heads=None, sliding_window=None),
+    "qwen2": left_out(32, 32, 4096, max_position_embeddings=32768, **QWEN),
+    "qwen3": left_out(32, 32, 4096, max_position_embeddings=32768, **QWEN, head_dim=128),
+    "gemma": left_out(28, 16, 3072, max_position_embeddings=8192, num_key_value_heads=16, head_dim=256),
+    "gemma2": left_out(26, 8, 2304, max_position_embeddings=8192, **GEMMA, attn_logit_softcapping=50.0),
+    "gemma3_text": left_out(26, 8, 2304, max_position_embeddings=131072, **GEMMA, sliding_window_pattern=6),
+    "gpt_oss": left_out(36, 64, 2880, max_position_embeddings=131072, num_key_value_heads=8, head_dim=64, sliding_window=128),
+    "deepseek_v3": left_out(61, 128, 7168, max_position_embeddings=4096, **MLA),
+    "bert": left_out(12, 12, 768, max_position_embeddings=512, is_decoder=False),
+    "vit": left_out(12, 12, 768, image_size=224, patch_size=16),
+    "whisper": {
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "d_model": 384,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+    }
+    | WHISPER_HEADS,
+    "SD3Transformer2DModel": {"num_layers": 18, "num_attention_heads": 18, "attention_head_dim": 64, "sample_size": 128}
+    | {"patch_size": 2},
+}
+"""What transformers (diffusers, for the last) has where a file leaves a key out."""
+
+
+def unlike_the_defaults(family: str) -> dict[str, Any]:
+    """Return a config in which no key has its default, but for Whisper's heads, which must agree."""
+    special = {"num_key_value_heads": 2, "head_dim": 48, "sliding_window": 24, "use_sliding_window": True, "is_decoder": True}
+    changed = {key: special.get(key) or 2 * value for key, value in LEFT_OUT[family].items() if key not in WHISPER_HEADS}
+    return {"model_type": family, **changed}
+
+
+def test_the_defaults_of_every_family_are_tested():
+    assert set(LEFT_OUT) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_a_key_left_out_has_the_default_of_its_family(family: str):
+    whole = unlike_the_defaults(family)
+    for key, default in LEFT_OUT[family].items():
+        rest = {name: value for name, value in whole.items() if name != key}
+        assert AttentionConfig.from_hf(rest) == AttentionConfig.from_hf({**rest, key: default}), key
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the package transformers is not installed")
+@pytest.mark.filterwarnings("ignore:.*keys that are not known, not read")
+@pytest.mark.parametrize("family", [family for family in LEFT_OUT if family != "SD3Transformer2DModel"])
+def test_a_key_left_out_is_as_transformers_completes_it(family: str):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    whole = unlike_the_defaults(family)
+    for key in (None, *LEFT_OUT[family]):
+        rest = {name: value for name, value in whole.items() if name != key}
+        completed = CONFIG_MAPPING[family].from_dict(rest).to_dict()
+        assert AttentionConfig.from_hf(rest) == AttentionConfig.from_hf(completed), key
+
+
 def test_windows_of_qwen_start_at_a_layer():
     qwen = {**HF["qwen3_8b"], "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 30}
     kinds = AttentionConfig.from_hf(qwen).layer_kinds
     assert kinds == ("global",) * 30 + ("local",) * 6
+    assert AttentionConfig.from_hf({**qwen, "sliding_window": None}).layer_kinds == ("all",) * 36
 
 
 def test_the_text_model_of_a_multimodal_gemma3():
@@ -771,18 +896,61 @@ HF_MISTAKES = {
     "missing": (
         "llama3_1_8b",
         {"num_hidden_layers": None},
-        r"num_hidden_layers: is missing; allowed is a whole number of 1 to 10000",
+        r"num_hidden_layers: found null; allowed is a whole number of 1 to 10000",
     ),
     "width": (
         "llama3_1_8b",
         {"num_attention_heads": 33},
         r"hidden_size: 4096 is not a multiple of num_attention_heads 33; say head_dim",
     ),
-    "groups": ("llama3_1_8b", {"num_key_value_heads": 5}, r"num_kv_heads: found 5, which does not divide num_heads 32"),
+    "groups": (
+        "llama3_1_8b",
+        {"num_key_value_heads": 5},
+        r"num_key_value_heads: found 5 \(int\), which does not divide num_attention_heads 32; allowed: 1, 2, 4, 8, 16, 32$",
+    ),
+    "groups of latent attention": (
+        "deepseek_v3_mla",
+        {"num_key_value_heads": 3},
+        r"num_key_value_heads: found 3 \(int\), which does not divide num_attention_heads 128; allowed: 1, 2, ",
+    ),
+    "length": (
+        "llama3_1_8b",
+        {"max_position_embeddings": 2**40},
+        r"max_position_embeddings: found 1099511627776 \(int\); allowed is a whole number of 1 to 2147483647$",
+    ),
+    "image": ("vit_b16", {"image_size": 10**6}, r"image_size: found 1000000 \(int\); allowed is a whole number of 1 to 32768$"),
+    "patch": ("vit_b16", {"patch_size": 225}, r"patch_size: found 225 \(int\); allowed is a whole number of 1 to 224$"),
+    "latent image": (
+        "stable_diffusion_3_medium",
+        {"sample_size": 10**6},
+        r"sample_size: found 1000000 \(int\); allowed is a whole number of 1 to 32768$",
+    ),
+    "a head of two parts": (
+        "deepseek_v3_mla",
+        {"qk_nope_head_dim": 2**31},
+        r"qk_nope_head_dim: found 2147483648 .* 1 to 1048576$",
+    ),
+    "layers of two stacks": ("whisper_small", {"encoder_layers": 9999}, r"encoder_layers: found 9999 .* 1 to 3333$"),
+    "scale": (
+        "gemma2_2b",
+        {"query_pre_attn_scalar": 10**400},
+        r"query_pre_attn_scalar: found a whole number of 1329 bits \(int\); allowed is a number above 0 and below 1e30, or null$",
+    ),
+    "cap of gemma3": (
+        "gemma3_1b",
+        {"attn_logit_softcapping": 0.5},
+        r"attn_logit_softcapping: found 0.5 \(float\): transformers' Gemma 3 has the key and applies no cap .*; allowed is null$",
+    ),
+    "pattern of gemma2": (
+        "gemma2_2b",
+        {"sliding_window_pattern": 3},
+        r"sliding_window_pattern: found 3 \(int\): transformers' Gemma 2 has a window in every other layer; allowed is 2 or",
+    ),
+    "a key that is a number": ("llama3_1_8b", {1: 2}, r"found the key 1 \(int\); allowed are keys of text$"),
     "window of zero": (
         "mistral_7b",
         {"sliding_window": 0},
-        r"sliding_window: found 0 \(int\); allowed is a whole number of 1 or more",
+        r"sliding_window: found 0 \(int\); allowed is a whole number of 1 to 2147483647$",
     ),
     "cap": (
         "gemma2_2b",
@@ -808,7 +976,7 @@ HF_MISTAKES = {
     "no window": (
         "gpt_oss_20b",
         {"sliding_window": None},
-        r"sliding_window: is missing, and there are layers of sliding_attention",
+        r"sliding_window: found null, and there are layers of sliding_attention",
     ),
     "rope": ("deepseek_v3_mla", {"rope_scaling": "yarn"}, r"rope_scaling: found 'yarn' \(str\); allowed is a mapping, or null"),
     "relative": (

@@ -915,14 +915,35 @@ ROWS = [
         "{folder}/config.json: has more than 10000000 bytes, the limit; is it a config.json?",
     ),
     Row(
-        lambda s: hf(num_attention_heads=None),
+        lambda s: hf(num_attention_heads=0),
         ao.ConfigError,
-        "config.json: num_attention_heads: is missing; allowed is a whole number of 1 or more",
+        "config.json: num_attention_heads: found 0 (int); allowed is a whole number of 1 to 2147483647",
+    ),
+    Row(
+        lambda s: hf(num_key_value_heads=3),
+        ao.ConfigError,
+        "config.json: num_key_value_heads: found 3 (int), which does not divide num_attention_heads 4; allowed: 1, 2, 4",
+    ),
+    Row(
+        lambda s: hf(model_type="qwen2", num_key_value_heads=None),
+        ao.ConfigError,
+        "config.json: num_key_value_heads: is left out, and its default is 32 (int), which does not divide "
+        "num_attention_heads 4; allowed: 1, 2, 4",
+    ),
+    Row(
+        lambda s: ao.load_config(None),  # type: ignore[arg-type]
+        TypeError,
+        "path: found null; allowed is the path of a YAML file",
+    ),
+    Row(
+        lambda s: config(name="\ud800").to_yaml(),
+        ao.ConfigError,
+        r"'\ud800' (str) holds half of a pair of surrogates, which is no character; write the character itself",
     ),
     Row(
         lambda s: hf(model_type="gemma2", query_pre_attn_scalar=0),
         ao.ConfigError,
-        "config.json: query_pre_attn_scalar: found 0 (int); allowed is a number above 0, or null",
+        "config.json: query_pre_attn_scalar: found 0 (int); allowed is a number above 0 and below 1e30, or null",
     ),
     Row(
         lambda s: hf(model_type="gemma", use_bidirectional_attention=True),
@@ -944,7 +965,7 @@ ROWS = [
     Row(
         lambda s: AttentionConfig.from_hf(LLAMA | {"model_type": "gemma2", "sliding_window": None}),
         ao.ConfigError,
-        "config.json: sliding_window: is missing, and there are layers of sliding_attention; allowed is 1 or more",
+        "config.json: sliding_window: found null, and there are layers of sliding_attention; allowed is 1 or more",
     ),
     Row(
         lambda s: hf(**MLA, rope_scaling=3),
