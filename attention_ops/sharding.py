@@ -466,10 +466,10 @@ def _in_parts(
 
 
 def _placed(arrays: Any, specs: Any, mesh: Any) -> Any:
-    """Place the arrays as the specs say where the mesh has explicit axes; with automatic ones shard_map does it."""
-    if not _is_explicit(mesh):
+    """Place the arrays as the specs say over the mesh's explicit axes; over automatic ones shard_map does it."""
+    if AxisType.Explicit not in mesh.axis_types:
         return arrays
-    return jax.tree_util.tree_map(lambda array, spec: jax.reshard(array, NamedSharding(mesh, spec)), arrays, specs)
+    return jax.tree_util.tree_map(lambda array, spec: jax.reshard(array, _over(AxisType.Explicit, spec, mesh)), arrays, specs)
 
 
 def _moved(array: Any, spec: P, mesh: Any) -> Any:
@@ -478,12 +478,15 @@ def _moved(array: Any, spec: P, mesh: Any) -> Any:
     heads = math.prod(mesh.shape[axis] for axis in _tuple(spec[2]))
     if length % parts or array.shape[2] % heads:
         return array
-    place = jax.reshard if _is_explicit(mesh) else jax.lax.with_sharding_constraint
-    return place(array, NamedSharding(mesh, spec))
+    if AxisType.Auto in mesh.axis_types:
+        array = jax.lax.with_sharding_constraint(array, _over(AxisType.Auto, spec, mesh))
+    return _placed(array, spec, mesh)
 
 
-def _is_explicit(mesh: Any) -> bool:
-    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
+def _over(kind: AxisType, spec: P, mesh: Any) -> NamedSharding:
+    """Return the part of a spec that names axes of that type."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return NamedSharding(mesh, P(*(tuple(axis for axis in _tuple(axes) if kinds[axis] == kind) or None for axes in spec)))
 
 
 def _spec_of(shape: tuple[int, ...], names: tuple[str, ...], split: Layout) -> P:

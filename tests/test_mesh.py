@@ -137,6 +137,11 @@ for kind in (AxisType.Auto, AxisType.Explicit):
             check(jax.jit(jax.checkpoint(call))(*placed), f"{kind} {impl} under remat")
             check(jax.lax.scan(lambda c, _: (c, call(*placed)), 0, jnp.arange(2))[1][1], f"{kind} {impl} in a scan")
 
+for kinds in ((AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)):
+    metadata = ao.OperationMetadata(mesh=jax.make_mesh((2, 4), ("dp", "sp"), axis_types=kinds))
+    for impl in ("ring", "ulysses"):
+        check(ao.attention(q, k, v, impl=impl, causal=True, metadata=metadata).attention_outputs, f"{kinds} {impl}")
+
 mesh = jax.make_mesh((8,), ("sp",), axis_types=(AxisType.Auto,))
 metadata = ao.OperationMetadata(mesh=mesh)
 with ao.record_plans() as plans:
