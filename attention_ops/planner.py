@@ -171,6 +171,7 @@ def make_plan(
     Raises:
         UnknownOperationError: a name is not registered.
         NoRouteError: every candidate refused; the message has all reasons.
+        ValueError: as `layout`, of a way over the mesh, and there is no other.
     """
     return _make_plan(requested, spec, metadata, device, source, registry.generation(), tuning.table(), verdicts.table())
 
@@ -187,11 +188,16 @@ def _make_plan(
     proven: verdicts.Table,
 ) -> Plan:
     decisions: list[Decision] = []
+    problems: list[ValueError] = []
     chosen: tuple[type[OperationImpl], Route, RequestSpec, str] | None = None
     backends = backends_for(metadata, device)
     for name, way in _expand(requested, spec, metadata, device):
-        local = local_spec(spec, metadata, way)
-        blocked = () if metadata.mesh is None else tuple(Reason(text) for text in layout(spec, metadata, way).refusals)
+        local, problem = _split(spec, metadata, way)
+        if problem is not None:
+            problems.append(problem)
+            blocked = (Reason(str(problem)),)
+        else:
+            blocked = () if metadata.mesh is None else tuple(Reason(text) for text in layout(spec, metadata, way).refusals)
         operation, routes = _routes(name, backends)
         if not routes:
             found = ", ".join(operation.routes) or "none"
@@ -200,13 +206,15 @@ def _make_plan(
             if any(decision.accepted and decision.route == route.name for decision in decisions):
                 continue  # it can go an earlier way
             failed = proven.refusal(route.name, device)
-            reasons = (*blocked, *route.refusals(local, metadata, device))
+            reasons = blocked if problem else (*blocked, *route.refusals(local, metadata, device))
             decision = Decision(route.name, reasons if failed is None else (*reasons, failed))
             if decision not in decisions:  # another way over the mesh may be refused for the same reasons
                 decisions.append(decision)
             if chosen is None and decision.accepted:
                 chosen = operation, route, local, way
     if chosen is None:
+        if problems:
+            raise problems[0]
         lines = [f"  {d.route}: {reason}" for d in decisions for reason in d.reasons]
         headline = f"no route of {' > '.join(requested)} takes this request on {device}:"
         raise NoRouteError("\n".join([headline, *lines]), tuple(decisions))
@@ -260,13 +268,21 @@ def _expand(
             names.append((name, "gather"))
             continue
         for way in operation.over_sequence:
-            names += [(found, way) for found in _candidates(operation, local_spec(spec, metadata, way), metadata, device)]
+            names += [(found, way) for found in _candidates(operation, _split(spec, metadata, way)[0], metadata, device)]
         if not operation.routes and not _is_chain(requested):
             names += [(found, "gather") for found in operation.fallback]
     if sequence_devices(metadata) == 1:  # then all ways are one
         ways = dict(reversed(names))
         names = [(name, ways[name]) for name, _ in names]
     return tuple(dict.fromkeys(names))
+
+
+def _split(spec: RequestSpec, metadata: OperationMetadata, way: str) -> tuple[RequestSpec, ValueError | None]:
+    """Return one device's part; or the whole request, and why it is not to be split that way."""
+    try:
+        return local_spec(spec, metadata, way), None
+    except ValueError as error:
+        return spec, error
 
 
 def _candidates(

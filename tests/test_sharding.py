@@ -208,6 +208,19 @@ def test_a_ring_that_cannot_go_round_is_refused_and_falls_back_with_a_warning():
     assert not ao.plan("auto", x, x, x, metadata=metadata, mask=mask).is_fallback
 
 
+def test_a_way_that_would_replicate_is_refused_where_another_one_can_be_gone():
+    x = jax.ShapeDtypeStruct((2, 6, 4, 8), jnp.float32)
+    metadata = dataclasses.replace(_metadata((4,), ("sp",)), on_indivisible="error")
+    plan = ao.plan("ulysses", x, x, x, metadata=metadata)
+    assert (plan.route, plan.way, plan.is_fallback) == ("blocksparse/native", "ulysses", False)
+    assert "vanilla/native      no: query length 6 and key length 6 cannot be split" in str(plan)
+    plan = ao.plan(("ring", "ulysses"), x, x, x, metadata=metadata)
+    assert (plan.route, plan.way) == ("blocksparse/native", "ulysses")
+    for impl in ("ring", "auto"):
+        with pytest.raises(ValueError, match="query length 6 and key length 6 cannot be split over the mesh axis 'sp'"):
+            ao.plan(impl, x, x, x, metadata=metadata)
+
+
 def test_a_route_that_two_ways_refuse_for_the_same_reasons_is_said_once():
     with ao.compiling_for("tpu-v5e"):
         plan = ao.plan("ring", *SHAPES, metadata=_metadata((4,), ("sp",)), causal=True)
