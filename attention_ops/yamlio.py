@@ -25,9 +25,9 @@ _READ = {_TAG + "int": "no whole number", _TAG + "float": "no number", _TAG + "b
 _CONSTRUCTOR = yaml.constructor.SafeConstructor()
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], Place]:
+def read(path: str) -> tuple[dict[Any, Any], Place]:
     """Return the mapping in a YAML file, and the place that knows its lines. Anything but plain data is a ConfigError."""
-    place = Place(os.fspath(path))
+    place = Place(path)
     try:
         data, lines = _parse(_text(path, place), place)
     except RecursionError:
@@ -39,12 +39,12 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], Place]:
     return data, Place(place.where, lines)
 
 
-def _text(path: str | os.PathLike[str], place: Place) -> str:
+def _text(path: str, place: Place) -> str:
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        folder, name = os.path.split(os.fspath(path))
+        folder, name = os.path.split(path)
         files = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
         near = closest_first(name, [file for file in files if file.endswith((".yaml", ".yml"))])[:3]
         hint = f"; nearest in that folder: {', '.join(near)}" if near else ""
