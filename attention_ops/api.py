@@ -29,7 +29,7 @@ from attention_ops.derivatives import (
 )
 from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe, is_assumed
 from attention_ops.errors import FallbackWarning, NoRouteError, UnknownOperationError
-from attention_ops.metadata import BlockSizes, OperationMetadata
+from attention_ops.metadata import BlockSizes, OperationMetadata, as_metadata
 from attention_ops.operation import OperationImpl
 from attention_ops.planner import Chain, Plan, make_plan
 from attention_ops.registry import OperationRegistry
@@ -40,7 +40,6 @@ Impl = str | Sequence[str]
 ENVIRONMENT = "ATTENTION_OPS_IMPL"
 """A name, or several with commas between, for every call that names none itself."""
 
-_DEFAULT_METADATA = OperationMetadata()
 _override: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("attention_ops.use", default=None)
 _records: contextvars.ContextVar[tuple[list[Plan], ...]] = contextvars.ContextVar("attention_ops.records", default=())
 
@@ -78,7 +77,7 @@ def attention(
         >>> attention(q, q, q, impl="vanilla", causal=True).attention_outputs.shape
         (1, 4, 2, 8)
     """
-    metadata = _DEFAULT_METADATA if metadata is None else metadata
+    metadata = as_metadata(metadata)
     if impl is not None:
         return _run(query, key, value, options, metadata, _names(impl), "the call")
     return dispatch(query, key, value, options, metadata, default=("auto",), source="default")
@@ -130,7 +129,7 @@ def plan(
 
     Arrays may be `jax.ShapeDtypeStruct`s, and `device` one that is not here: "a100", "tpu-v5e", or a `DeviceProfile`.
     """
-    metadata = _DEFAULT_METADATA if metadata is None else metadata
+    metadata = as_metadata(metadata)
     return _plan(query, key, value, options, metadata, device, _names(impl), "the call")
 
 
@@ -363,6 +362,8 @@ def _empty(request: AttentionRequest) -> AttentionOutput:
 def _checked(output: Any, request: AttentionRequest, route: str) -> AttentionOutput:
     """Hold a route to its contract: shapes, dtype, and that what was asked for is there."""
     if not isinstance(output, AttentionOutput):
+        if not hasattr(output, "dtype"):
+            raise TypeError(f"{route} returned {type(output).__name__}; allowed are an AttentionOutput and the output array")
         output = AttentionOutput(output)
     s = request.spec
     contract = (

@@ -284,7 +284,11 @@ def as_profile(device: DeviceProfile | JaxDevice | str | None) -> DeviceProfile:
         return DeviceProfile.current()
     if isinstance(device, DeviceProfile):
         return device
-    return DeviceProfile.named(device) if isinstance(device, str) else describe(device)
+    if isinstance(device, str):
+        return DeviceProfile.named(device)
+    if not hasattr(device, "platform"):
+        raise TypeError(f"device is {device!r:.60}; allowed are a name as 'a100', a DeviceProfile, a device of JAX, and None")
+    return describe(device)
 
 
 def cores() -> int:

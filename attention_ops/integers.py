@@ -12,19 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attention_ops.arrays import array_of
+
 FAR = 2**29
 """Beyond every position of a sequence. Sums of a few numbers of at most this size stay within 32 bits."""
 
 
 def position(name: str, value: Any) -> Any:
     """Return a position, or an array or a `jax.ShapeDtypeStruct` of positions, `near`; TypeError for what are no integers."""
-    if hasattr(value, "dtype"):
+    if hasattr(value, "dtype") or isinstance(value, list | tuple):
+        value = array_of(name, value)
         found, is_integer = value.dtype, jnp.issubdtype(value.dtype, jnp.integer)
     else:
         found, is_integer = type(value).__name__, isinstance(value, int) and not isinstance(value, bool)
     if not is_integer:
         raise TypeError(f"{name} must be an integer or an integer array, found {found}; cast an array with .astype('int32')")
-    return near(value)
+    value = near(value)
+    # In int32 a number that stands for "no limit" overflows in a sum.
+    return value.clip(-FAR, FAR) if isinstance(value, jax.Array | np.ndarray) else value
 
 
 def near(value: Any) -> Any:

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from attention_ops import integers
+from attention_ops.arrays import array_of
 from attention_ops.features import Feature
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class HostArray:
     __slots__ = ("_digest", "array")
 
     def __init__(self, array: np.ndarray):
-        self.array = np.ascontiguousarray(array)
+        self.array = np.array(array, order="C")  # a copy: what the caller writes to his own later must not count
         self.array.setflags(write=False)
         self._digest = hashlib.blake2b(np.packbits(self.array).tobytes(), digest_size=16).digest()
 
@@ -527,14 +528,14 @@ class Segments(Mask):
     kv: Int[Array, "b S"] = None  # type: ignore[assignment]  # q again, see __post_init__
 
     def __post_init__(self) -> None:
-        if self.kv is None:
-            object.__setattr__(self, "kv", self.q)
-        for name, ids in (("q_segment_ids", self.q), ("kv_segment_ids", self.kv)):
+        q = array_of("q_segment_ids", self.q)
+        kv = q if self.kv is None else array_of("kv_segment_ids", self.kv)
+        for name, ids in (("q_segment_ids", q), ("kv_segment_ids", kv)):
             if not jnp.issubdtype(ids.dtype, jnp.integer):
                 raise TypeError(f"{name} must be integers, found {ids.dtype}; cast with {name}.astype('int32')")
             if ids.ndim != 2:
                 raise ValueError(f"{name} has shape {tuple(ids.shape)}; allowed is [batch, length]")
-        for name, ids in zip(("q", "kv"), integers.ids(self.q, self.kv), strict=True):
+        for name, ids in zip(("q", "kv"), integers.ids(q, kv), strict=True):
             object.__setattr__(self, name, ids)
 
     def features(self) -> frozenset[Feature]:
@@ -594,12 +595,14 @@ class Lengths(Mask):
     kv: Int[Array, " B"] | None = None
 
     def __post_init__(self) -> None:
-        for name, lengths in (("q_lengths", self.q), ("kv_lengths", self.kv)):
-            if lengths is not None and not jnp.issubdtype(lengths.dtype, jnp.integer):
-                raise TypeError(f"{name} must be integers, found {lengths.dtype}; cast with {name}.astype('int32')")
         for side in ("q", "kv"):
-            if (lengths := getattr(self, side)) is not None:
-                object.__setattr__(self, side, integers.data(lengths))
+            if getattr(self, side) is None:
+                continue
+            name = f"{side}_lengths"
+            lengths = array_of(name, getattr(self, side))
+            if not jnp.issubdtype(lengths.dtype, jnp.integer):
+                raise TypeError(f"{name} must be integers, found {lengths.dtype}; cast with {name}.astype('int32')")
+            object.__setattr__(self, side, integers.data(lengths))
 
     def features(self) -> frozenset[Feature]:
         return frozenset({Feature.LENGTHS})
@@ -654,10 +657,9 @@ class Dense(Mask):
     array: Bool[Array, "b h t s"] | Bool[np.ndarray, "b h t s"] | HostArray | jax.ShapeDtypeStruct
 
     def __post_init__(self) -> None:
-        array = self.array
-        if isinstance(array, HostArray):
+        if isinstance(self.array, HostArray):
             return
-        check_mask_array(array)
+        array = checked_mask_array(self.array)
         if array.ndim == 2:
             array = reshaped(array, (1, 1, *array.shape))
         object.__setattr__(self, "array", HostArray(array) if isinstance(array, np.ndarray) else array)
@@ -725,8 +727,9 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return array.reshape(shape) if hasattr(array, "reshape") else jax.ShapeDtypeStruct(shape, array.dtype)
 
 
-def check_mask_array(array: Any) -> None:
-    """Raise for a mask array that is not boolean, or not of rank 2 or 4."""
+def checked_mask_array(array: Any) -> Any:
+    """Return what is given for a mask as an array; raise for one that is not boolean, or not of rank 2 or 4."""
+    array = array_of("mask", array)
     if array.dtype != np.bool_:
         raise TypeError(
             f"mask must be boolean (True = may attend), found {array.dtype}; "
@@ -739,6 +742,7 @@ def check_mask_array(array: Any) -> None:
         )
     if array.ndim not in (2, 4):
         raise ValueError(f"mask has shape {tuple(array.shape)}; allowed are [T, S] and [B, H, T, S]")
+    return array
 
 
 def _grow(array: Any, axis: int, size: int, fill: Any) -> Any:

@@ -16,6 +16,8 @@ from attention_ops.errors import did_you_mean
 
 FallbackPolicy = Literal["warn", "silent", "error"]
 OnIndivisible = Literal["replicate", "error"]
+FLOATS = (np.dtype("float16"), np.dtype(jnp.bfloat16), np.dtype("float32"), np.dtype("float64"))
+"""The dtypes that attention is computed in."""
 BACKEND_NAMES = tuple(dict.fromkeys(name for chain in BACKENDS.values() for name in chain))
 
 
@@ -144,12 +146,13 @@ def _frozen(name: str, value: Any) -> _FrozenMapping:
 def _float_dtype(name: str, dtype: Any) -> np.dtype | None:
     if dtype is None:
         return None
+    allowed = f"allowed are {', '.join(map(str, FLOATS))}"
     try:
         resolved = jnp.dtype(dtype)
     except TypeError:
-        raise TypeError(f"{name} is {dtype!r}, which is no dtype; allowed are float16, bfloat16, float32, float64") from None
-    if not jnp.issubdtype(resolved, jnp.floating):
-        raise TypeError(f"{name} is {resolved}; allowed are floating dtypes: float16, bfloat16, float32, float64")
+        raise TypeError(f"{name} is {dtype!r}, which is no dtype; {allowed}") from None
+    if resolved not in FLOATS:
+        raise TypeError(f"{name} is {resolved}; {allowed}")
     if resolved == jnp.float64 and jax.dtypes.canonicalize_dtype(resolved) != resolved:
         raise TypeError(f"{name} is float64, which JAX would truncate to float32; set JAX_ENABLE_X64=1 first")
     return resolved
@@ -175,3 +178,16 @@ def _block_sizes(value: Any) -> BlockSizes:
     if isinstance(value, tuple | list) and len(value) == 2:
         return BlockSizes(*value)
     raise TypeError(f"block_sizes is {value!r}; allowed are BlockSizes(q, kv), a pair, or a mapping with q and kv")
+
+
+def as_metadata(metadata: Any) -> OperationMetadata:
+    """Return the metadata that a caller's `metadata=` stands for: None is the default."""
+    if metadata is None:
+        return _DEFAULT
+    if not isinstance(metadata, OperationMetadata):
+        found = type(metadata).__name__
+        raise TypeError(f"metadata must be an OperationMetadata, found {found}; OperationMetadata.from_config reads a mapping")
+    return metadata
+
+
+_DEFAULT = OperationMetadata()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 from attention_ops.derivatives import Derivatives
 from attention_ops.device import DeviceProfile
 from attention_ops.features import Feature
-from attention_ops.metadata import BACKEND_NAMES, OperationMetadata
+from attention_ops.metadata import BACKEND_NAMES, OperationMetadata, as_metadata
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, RequestSpec
 from attention_ops.rules import Reason, Rule
 
@@ -172,12 +172,7 @@ class OperationImpl:
         }
 
     def __init__(self, metadata: OperationMetadata | None = None):
-        if metadata is not None and not isinstance(metadata, OperationMetadata):
-            found = type(metadata).__name__
-            raise TypeError(
-                f"metadata must be an OperationMetadata, found {found}; OperationMetadata.from_config reads a mapping"
-            )
-        self.metadata = metadata or OperationMetadata()
+        self.metadata = as_metadata(metadata)
 
     def __call__(self, query: Any, key: Any, value: Any, **options: Unpack[AttentionOptions]) -> AttentionOutput:
         """Run attention by this operation, or by the fallback the plan names. Options: `AttentionOptions`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
@@ -17,12 +16,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from attention_ops import integers
+from attention_ops.arrays import array_of
 from attention_ops.errors import did_you_mean
 from attention_ops.features import Feature
-from attention_ops.masks import Causal, Dense, Lengths, Mask, Segments, Window, check_mask_array, reshaped, simplify
-from attention_ops.metadata import OperationMetadata
+from attention_ops.masks import Causal, Dense, Lengths, Mask, Segments, Window, checked_mask_array, reshaped, simplify
+from attention_ops.metadata import FLOATS, OperationMetadata
 
-_FLOATS = (np.dtype("float16"), np.dtype(jnp.bfloat16), np.dtype("float32"), np.dtype("float64"))
+_LARGE = 1e30
+"""Of numbers up to this, and down to its inverse, float32 holds the products and quotients with logits."""
 _LAYOUT = "the layout is query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv]"
 
 
@@ -41,8 +42,8 @@ class AttentionOptions(TypedDict, total=False):
         q_lengths: integers [B], the real query rows of each batch row.
         kv_lengths: integers [B], the real keys of each batch row. Either works alone.
         softmax_aux: sinks, [H], [H, n] or [1, n]: extra logits that join the softmax denominator only.
-        softmax_scale: a number. Default D ** -0.5.
-        logits_soft_cap: a number above 0; logits become cap * tanh(logits / cap).
+        softmax_scale: a number, at most 1e30 in size. Default D ** -0.5.
+        logits_soft_cap: a number from 1e-30 to 1e30; logits become cap * tanh(logits / cap).
         dropout_prob: probability of zeroing an attention weight, 0 <= p < 1. Default 0.
         dropout_rng: a `jax.random` key, needed when dropout is active.
         deterministic: no dropout. Default True.
@@ -217,18 +218,19 @@ def make_request(query: Any, key: Any, value: Any, options: Mapping[str, Any], m
         ValueError: shapes that do not fit each other, an option out of its range, a causal call that needs a query_offset.
     """
     given = _known_options(options)
-    query, key, value = _array("query", query), _array("key", key), _array("value", value)
+    query, key, value = (_array(name, x, f"; {_LAYOUT}") for name, x in (("query", query), ("key", key), ("value", value)))
     sizes = _sizes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
-    dtype = _runtime_dtype(query.dtype, key.dtype, value.dtype, metadata.runtime_dtype)
+    dtype = _runtime_dtype(query.dtype, key.dtype, value.dtype, metadata.runtime_dtype, jax.config.jax_enable_x64)
+    softmax_dtype = metadata.softmax_dtype or np.promote_types(dtype, np.float32)
     B, T, S, H, _, _, _ = sizes
     mask = _mask(given, B, T, S, H)
-    bias = _bias(given["bias"], B, H, T, S)
-    sinks = _sinks(given["softmax_aux"], H)
+    bias = _within(softmax_dtype, _bias(given["bias"], B, H, T, S))
+    sinks = _within(softmax_dtype, _sinks(given["softmax_aux"], H))
     probability, dropout_key = _dropout(given)
     spec = _spec(
         sizes,
         dtype,
-        metadata.softmax_dtype,
+        softmax_dtype,
         None if mask is None else mask.abstract(),
         None if bias is None else (tuple(bias.shape), bias.dtype),
         0 if sinks is None else sinks.shape[1],
@@ -244,7 +246,7 @@ def make_request(query: Any, key: Any, value: Any, options: Mapping[str, Any], m
 def _spec(
     sizes: tuple[int, int, int, int, int, int, int],
     dtype: np.dtype,
-    softmax_dtype: np.dtype | None,
+    softmax_dtype: np.dtype,
     mask: Mask | None,
     bias: tuple[tuple[int, int, int, int], Any] | None,
     sinks: int,
@@ -257,15 +259,16 @@ def _spec(
 ) -> RequestSpec:
     """Return the static facts; cached, so that a repeated call finds its plan by identity."""
     _, _, _, H, K, D, Dv = sizes
-    softmax_dtype = softmax_dtype or np.promote_types(dtype, np.float32)
     if softmax_dtype.itemsize < dtype.itemsize:
         raise ValueError(
             f"softmax_dtype {softmax_dtype} is narrower than the runtime dtype {dtype}; leave it None or use {dtype}"
         )
-    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
-        raise ValueError(f"logits_soft_cap is {soft_cap}; allowed is a finite number above 0, or None for no cap")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"softmax_scale is {scale}; allowed is a finite number, or None for D ** -0.5 = {D**-0.5:.6g}")
+    if soft_cap is not None and not 1 / _LARGE <= soft_cap <= _LARGE:
+        allowed = f"a number from {1 / _LARGE:g} to {_LARGE:g}, or None for no cap"
+        raise ValueError(f"logits_soft_cap is {soft_cap}; allowed is {allowed}")
+    if scale is not None and not abs(scale) <= _LARGE:
+        allowed = f"a number from {-_LARGE:g} to {_LARGE:g}, or None for D ** -0.5 = {D**-0.5:.6g}"
+        raise ValueError(f"softmax_scale is {scale}; allowed is {allowed}")
     needs = {
         Feature.BIAS: bias is not None,
         Feature.BIAS_GRADIENT: bias is not None and differentiable,
@@ -309,12 +312,9 @@ def _known_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _array(name: str, value: Any) -> Any:
-    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return value
-    if value is None or isinstance(value, str):
-        raise TypeError(f"{name} must be an array, found {type(value).__name__}; {_LAYOUT}")
-    return jnp.asarray(value)
+def _array(name: str, value: Any, hint: str = "") -> Any:
+    value = array_of(name, value, hint)
+    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
 
 
 @functools.lru_cache(maxsize=4096)
@@ -343,7 +343,8 @@ def _sizes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...])
 
 
 @functools.lru_cache(maxsize=256)
-def _runtime_dtype(query: Any, key: Any, value: Any, runtime_dtype: np.dtype | None) -> np.dtype:
+def _runtime_dtype(query: Any, key: Any, value: Any, runtime_dtype: np.dtype | None, x64: bool) -> np.dtype:
+    """Return the dtype that a call computes in. `x64` is there for the cache: without it JAX takes float64 for float32."""
     dtypes = [np.dtype(jax.dtypes.canonicalize_dtype(dtype)) for dtype in (query, key, value)]
     if runtime_dtype is not None:
         for name, dtype in zip(("query", "key", "value"), dtypes, strict=True):
@@ -355,9 +356,9 @@ def _runtime_dtype(query: Any, key: Any, value: Any, runtime_dtype: np.dtype | N
             f"the dtypes differ: query {dtypes[0]}, key {dtypes[1]}, value {dtypes[2]}; cast them to one, "
             "or set runtime_dtype in the OperationMetadata"
         )
-    if dtypes[0] not in _FLOATS:
+    if dtypes[0] not in FLOATS:
         raise TypeError(
-            f"query, key and value have dtype {dtypes[0]}; allowed are {', '.join(map(str, _FLOATS))}; "
+            f"query, key and value have dtype {dtypes[0]}; allowed are {', '.join(map(str, FLOATS))}; "
             "for another floating dtype set runtime_dtype in the OperationMetadata"
         )
     return dtypes[0]
@@ -367,10 +368,8 @@ _MASKS = ("mask", "mask_info", "q_segment_ids", "kv_segment_ids", "q_lengths", "
 
 
 def _mask(given: dict[str, Any], B: int, T: int, S: int, H: int) -> Mask | None:
-    offset, window = _offset(given["query_offset"]), given["sliding_window"]
+    offset, window = _offset(given["query_offset"]), _window(given["sliding_window"])
     parts = _data_masks(given, T, S) if any(given[name] is not None for name in _MASKS) else []
-    if isinstance(window, list):
-        window = tuple(window)
     if not parts and not isinstance(offset, jax.Array | jax.ShapeDtypeStruct):
         return _position_mask(given["causal"], window, offset, T, S)
     parts = [*_positions(given["causal"], window), *parts]
@@ -378,14 +377,14 @@ def _mask(given: dict[str, Any], B: int, T: int, S: int, H: int) -> Mask | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _position_mask(causal: bool, window: Any, offset: int | None, T: int, S: int) -> Mask | None:
+def _position_mask(causal: bool, window: Window | None, offset: int | None, T: int, S: int) -> Mask | None:
     """Return the mask of a call that has only positions, all of them static."""
     parts = _positions(causal, window)
     return _fitted(functools.reduce(operator.and_, parts), offset, 1, 1, T, S) if parts else None
 
 
-def _positions(causal: bool, window: Any) -> list[Mask]:
-    return [*([Causal()] if causal else []), *([_window(window)] if window is not None else [])]
+def _positions(causal: bool, window: Window | None) -> list[Mask]:
+    return [*([Causal()] if causal else []), *([] if window is None else [window])]
 
 
 def _fitted(mask: Mask, offset: Any, B: int, H: int, T: int, S: int) -> Mask | None:
@@ -397,18 +396,20 @@ def _fitted(mask: Mask, offset: Any, B: int, H: int, T: int, S: int) -> Mask | N
 
 
 def _data_masks(given: dict[str, Any], T: int, S: int) -> list[Mask]:
-    parts = _segments(given, T, S)
+    parts = _segments(given["q_segment_ids"], given["kv_segment_ids"], T, S)
     if given["q_lengths"] is not None or given["kv_lengths"] is not None:
         parts.append(Lengths(_integers("q_lengths", given["q_lengths"]), _integers("kv_lengths", given["kv_lengths"])))
     if given["mask"] is not None:
         parts.append(as_mask(given["mask"]))
     if given["mask_info"] is not None:
-        parts += _mask_info(given["mask_info"])
+        parts += _mask_info(given["mask_info"], T, S)
     return parts
 
 
-def _window(window: Any) -> Window:
-    if isinstance(window, tuple):
+def _window(window: Any) -> Window | None:
+    if window is None:
+        return None
+    if isinstance(window, tuple | list):
         if len(window) != 2:
             raise ValueError(f"sliding_window has {len(window)} numbers; allowed is (left, right) or one int for both")
         return Window(*window)
@@ -419,14 +420,11 @@ def as_mask(mask: Any) -> Mask:
     """Return the mask that a call's `mask=` stands for: an array is run-time data."""
     if isinstance(mask, Mask):
         return mask
-    if not hasattr(mask, "dtype"):
-        mask = np.asarray(mask)
-    check_mask_array(mask)
-    return Dense(mask if isinstance(mask, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(mask))
+    mask = checked_mask_array(mask)
+    return Dense(mask if isinstance(mask, jax.ShapeDtypeStruct) else jnp.asarray(mask))
 
 
-def _segments(given: dict[str, Any], T: int, S: int) -> list[Mask]:
-    q, kv = given["q_segment_ids"], given["kv_segment_ids"]
+def _segments(q: Any, kv: Any, T: int, S: int) -> list[Mask]:
     if q is None and kv is None:
         return []
     if q is None or (kv is None and T != S):
@@ -443,8 +441,7 @@ def _integers(name: str, value: Any, rank: int = 1) -> Any:
     """Return an integer array of `rank`, or None; one that lacks the batch axis gets it."""
     if value is None:
         return None
-    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        value = np.asarray(value)  # JAX would truncate what int32 cannot hold
+    value = array_of(name, value)  # one of numpy stays that: JAX would truncate what int32 cannot hold
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, found {value.dtype}; cast with .astype('int32')")
     if value.ndim == rank - 1:
@@ -454,29 +451,29 @@ def _integers(name: str, value: Any, rank: int = 1) -> Any:
     return value
 
 
-def _mask_info(info: Any) -> list[Mask]:
+def _mask_info(info: Any, T: int, S: int) -> list[Mask]:
     """Read ejkernel's MaskInfo. Its mask may be 0/1 integers; its ids follow our rule, -1 is padding."""
     names = ("_attention_mask", "_q_segment_ids", "_kv_segment_ids")
     if not all(hasattr(info, name) for name in names):
         raise TypeError(f"mask_info must be an ejkernel.types.MaskInfo, found {type(info).__name__}; pass arrays as mask=")
     array, q, kv = (getattr(info, name) for name in names)
-    parts: list[Mask] = []
+    parts = _segments(q, kv, T, S)
     if array is not None:
-        array = array if array.dtype == np.bool_ else array != 0
-        parts.append(Dense(array[:, None] if array.ndim == 3 else array))
-    if q is not None and kv is not None:
-        parts.append(Segments(q, kv))
+        shape = (array.shape[0], 1, *array.shape[1:]) if array.ndim == 3 else array.shape
+        if isinstance(array, jax.ShapeDtypeStruct):
+            parts.append(Dense(jax.ShapeDtypeStruct(shape, np.bool_)))
+        else:
+            parts.append(Dense((array if array.dtype == np.bool_ else array != 0).reshape(shape)))
     if not parts:
-        raise ValueError("mask_info holds neither an attention mask nor both segment ids; build it with one of them")
+        raise ValueError("mask_info holds neither an attention mask nor segment ids; build it with one of them")
     return parts
 
 
 def _offset(offset: Any) -> Any:
     if offset is None:
         return None
-    offset = integers.position("query_offset", np.asarray(offset) if isinstance(offset, list | tuple) else offset)
-    is_array = isinstance(offset, jax.Array | np.ndarray)  # in int32 a number that stands for "no limit" overflows in a sum
-    return jnp.clip(offset, -integers.FAR, integers.FAR) if is_array else offset
+    offset = integers.position("query_offset", offset)
+    return jnp.asarray(offset) if isinstance(offset, np.ndarray) else offset
 
 
 def default_offset(T: int, S: int) -> int:
@@ -512,6 +509,27 @@ def _bias(bias: Any, B: int, H: int, T: int, S: int) -> Any:
     return bias
 
 
+def _within(dtype: np.dtype, x: Any) -> Any:
+    """Return a bias or sinks of a wider dtype in that in which they are added: its largest number for what it cannot hold."""
+    if x is None or x.dtype.itemsize <= dtype.itemsize:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    return _cast_within(x, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _cast_within(x: Array, dtype: np.dtype) -> Array:
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest)).astype(dtype)
+
+
+@_cast_within.defjvp
+def _(dtype: np.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """The derivative of a cast, also of what was clipped."""
+    return _cast_within(*primals, dtype), tangents[0].astype(dtype)
+
+
 def _sinks(sinks: Any, H: int) -> Any:
     if sinks is None:
         return None
@@ -542,10 +560,15 @@ def _dropout(given: dict[str, Any]) -> tuple[float, Any]:
 def _random_key(key: Any) -> Any:
     dtype, shape = getattr(key, "dtype", None), tuple(getattr(key, "shape", ()))
     is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-    if not is_new and not (dtype == np.uint32 and len(shape) == 1):
+    if not is_new and not (dtype == np.uint32 and shape == _raw_key_shape(jax.config.jax_default_prng_impl)):
         found = type(key).__name__ if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(f"dropout_rng must be one jax.random key, found {found}; make it with jax.random.key(seed)")
     return key
+
+
+@functools.lru_cache(maxsize=8)
+def _raw_key_shape(implementation: str) -> tuple[int, ...]:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
 
 
 def _number(name: str, value: Any) -> float | None:
@@ -554,7 +577,7 @@ def _number(name: str, value: Any) -> float | None:
     if isinstance(value, Tracer):
         fix = "multiply the query by it instead" if name == "softmax_scale" else "name it in static_argnames of jax.jit"
         raise TypeError(f"{name} is traced, but must be a number known while compiling; {fix}")
-    if not isinstance(value, bool | str) and np.ndim(value) == 0:
-        with contextlib.suppress(TypeError, OverflowError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool | str | bytes) and np.ndim(value) == 0:
             return float(value)
     raise TypeError(f"{name} must be a number that a float can hold, found {value!r:.60} ({type(value).__name__})")

@@ -8,6 +8,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import attention_ops as ao
@@ -34,7 +35,9 @@ def test_metadata_is_a_value():
 @pytest.mark.parametrize(
     ("fields", "error", "match"),
     [
-        ({"runtime_dtype": "int32"}, TypeError, "runtime_dtype is int32; allowed are floating dtypes"),
+        ({"runtime_dtype": "int32"}, TypeError, "runtime_dtype is int32; allowed are float16"),
+        ({"runtime_dtype": "float8_e4m3fn"}, TypeError, "runtime_dtype is float8_e4m3fn; allowed are float16"),
+        ({"runtime_dtype": np.longdouble}, TypeError, f"runtime_dtype is {np.dtype(np.longdouble)}; allowed are float16"),
         ({"runtime_dtype": "flot32"}, TypeError, "runtime_dtype is 'flot32', which is no dtype"),
         ({"runtime_dtype": "float64"}, TypeError, "set JAX_ENABLE_X64=1 first"),
         ({"softmax_dtype": "bfloat16"}, ValueError, "softmax_dtype is bfloat16; allowed are float32 and float64"),

@@ -50,6 +50,9 @@ ERRORS = [
     ({"sliding_window": (1, 2, 3)}, ValueError, "sliding_window has 3 numbers"),
     ({"sliding_window": -4}, ValueError, "sliding_window left is -4; allowed is 0 or more, or None for unlimited"),
     ({"sliding_window": 2.0}, TypeError, "must be an integer or None"),
+    ({"sliding_window": jnp.array(2)}, TypeError, "sliding_window left must be an integer or None"),
+    ({"sliding_window": (2, np.array([1]))}, TypeError, "sliding_window right must be an integer or None"),
+    ({"sliding_window": {}}, TypeError, "sliding_window left must be an integer or None"),
     ({"mask": _struct(2, 1, 1, 4, dtype=jnp.int32)}, TypeError, r"mask must be boolean.*found int32; pass mask.astype\(bool\)"),
     ({"mask": _struct(2, 1, 1, 4)}, TypeError, "found float32"),
     ({"mask": _struct(2, 1, 1, 4, dtype=jnp.uint8)}, TypeError, "found uint8"),
@@ -68,15 +71,32 @@ ERRORS = [
     ({"kv_lengths": _struct(3, dtype=jnp.int32)}, ValueError, r"kv_lengths has shape \(3,\)"),
     ({"kv_lengths": _struct(2, 2, dtype=jnp.int32)}, ValueError, r"kv_lengths has shape \(2, 2\); allowed is \[B\]"),
     ({"q_lengths": [1.5, 2.0]}, TypeError, "q_lengths must be integers"),
+    ({"q_lengths": [1, [2]]}, TypeError, "q_lengths must be an array, found list, of which numpy makes no numbers"),
+    ({"mask": [[True], [True, False]]}, TypeError, "mask must be an array, found list"),
+    ({"bias": masks.Causal()}, TypeError, "bias must be an array, found Causal"),
+    ({"softmax_aux": ["a"] * 4}, TypeError, "softmax_aux must be an array, found list"),
+    ({"softmax_aux": np.zeros(4, np.longdouble)}, TypeError, "softmax_aux must be an array, found ndarray of"),
+    ({"causal": True, "query_offset": [1, [2]]}, TypeError, "query_offset must be an array, found list"),
     ({"softmax_aux": _struct(3)}, ValueError, r"softmax_aux has shape \(3,\); allowed are \[H\] = \[4\]"),
     ({"softmax_aux": _struct(2, 4)}, ValueError, r"softmax_aux has shape \(2, 4\)"),
     ({"softmax_aux": _struct(4, dtype=jnp.int32)}, TypeError, "softmax_aux must be floating"),
     ({"softmax_scale": "big"}, TypeError, r"softmax_scale must be a number that a float can hold, found 'big' \(str\)"),
     ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan"),
-    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap is 0.0; allowed is a finite number above 0"),
+    ({"softmax_scale": 1e39}, ValueError, "softmax_scale is 1e[+]39; allowed is a number from -1e[+]30 to 1e[+]30"),
+    ({"softmax_scale": b"1"}, TypeError, "softmax_scale must be a number"),
+    ({"softmax_scale": np.array("one")}, TypeError, "softmax_scale must be a number"),
+    ({"softmax_scale": [1, [2]]}, TypeError, "softmax_scale must be a number"),
+    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap is 0.0; allowed is a number from 1e-30 to 1e[+]30"),
+    ({"logits_soft_cap": 1e38}, ValueError, "logits_soft_cap is 1e[+]38"),
+    ({"logits_soft_cap": 1e-45}, ValueError, "logits_soft_cap is 1e-45"),
     ({"logits_soft_cap": -3}, ValueError, "logits_soft_cap is -3.0"),
     ({"dropout_prob": 1.0}, ValueError, "dropout_prob is 1.0; allowed is 0 <= p < 1"),
     ({"dropout_prob": 0.1, "deterministic": False}, ValueError, "dropout_rng must be a jax.random key"),
+    (
+        {"dropout_prob": 0.1, "deterministic": False, "dropout_rng": _struct(4, dtype=jnp.uint32)},
+        TypeError,
+        r"dropout_rng must be one jax.random key, found uint32\[4\]",
+    ),
     ({"mask_info": np.ones((4, 4), bool)}, TypeError, "mask_info must be an ejkernel.types.MaskInfo, found ndarray"),
     ({"metadata": OperationMetadata(runtime_dtype=jnp.bfloat16), "dtype": jnp.int32}, TypeError, "query has dtype int32"),
 ]
@@ -183,8 +203,12 @@ def test_mask_info_of_ejkernel(qkv):
     np.testing.assert_allclose(
         by_ids.attention_outputs, ao.attention(q, k, v, q_segment_ids=ids, impl="flash").attention_outputs, rtol=1e-6
     )
-    with pytest.raises(ValueError, match="neither an attention mask nor both segment ids"):
+    with pytest.raises(ValueError, match="neither an attention mask nor segment ids"):
         ao.attention(q, k, v, mask_info=MaskInfo())
+    with pytest.raises(ValueError, match="kv_segment_ids is given without q_segment_ids"):
+        ao.attention(q, k, v, mask_info=MaskInfo(_attention_mask=jnp.asarray(array), _kv_segment_ids=ids))
+    struct = MaskInfo(_attention_mask=_struct(2, 4, 4, dtype=jnp.int32))
+    assert Feature.MASK in ao.plan("vanilla", q, k, v, mask_info=struct).spec.features
 
 
 def test_every_option_is_documented():

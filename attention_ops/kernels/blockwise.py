@@ -164,7 +164,7 @@ def _tile_by_tile(
     # bfloat16 is multiplied as it is. The scale would round it, so it waits for the logits: free inside the exponential.
     is_narrow = query.dtype == jnp.bfloat16 and dtype == jnp.float32
     operand_dtype = query.dtype if is_narrow else dtype
-    in_exponent = is_narrow and settings.scale > 0 and bias is None and settings.soft_cap is None
+    in_exponent = is_narrow and settings.scale >= np.finfo(dtype).tiny and bias is None and settings.soft_cap is None
     factor = settings.scale if in_exponent else 1.0
     tiler = Tiler(shape, mask, bias, settings.soft_cap, scale=settings.scale if is_narrow and not in_exponent else 1.0)
     Dv = value.shape[-1]

@@ -78,9 +78,7 @@ def operations_of(config: AttentionConfig, metadata: OperationMetadata) -> dict[
         query, key, value = config.shapes(batch=2, layer=kind, dtype=cases[0].dtype)
         options = config.layer(kind).options()
         chosen = plan(names, query, key, value, device=DeviceProfile.current(), metadata=metadata, **options)
-        found[kind] = tuple(
-            dict.fromkeys([*(OperationRegistry.resolve(name)[0].name for name in names), chosen.operation])
-        )
+        found[kind] = tuple(dict.fromkeys([*(OperationRegistry.resolve(name)[0].name for name in names), chosen.operation]))
     return found
 
 
