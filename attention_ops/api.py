@@ -30,11 +30,12 @@ from attention_ops.derivatives import (
 from attention_ops.device import DeviceProfile, JaxDevice, as_profile, describe, is_assumed
 from attention_ops.errors import FallbackWarning, NoRouteError, UnknownOperationError
 from attention_ops.metadata import BlockSizes, OperationMetadata, as_metadata
-from attention_ops.operation import OperationImpl
+from attention_ops.operation import Declaration, OperationImpl
 from attention_ops.planner import Chain, Plan, make_plan
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
 from attention_ops.sharding import is_local, run_sharded, sequence_devices
+from attention_ops.varying import varying_axes
 
 Impl = str | Sequence[str]
 ENVIRONMENT = "ATTENTION_OPS_IMPL"
@@ -285,7 +286,11 @@ class _Executable:
         """Return the route with its derivatives; those of a ring, which has a backward of its own, are gradients."""
         if self.is_ring:
             return Subject(f"{self.route} in a ring", Derivatives.GRADIENT)
-        return Subject(self.route, self.implementation.routes[self.backend].declaration.derivatives_of(dtype))
+        return Subject(self.route, self.declaration.derivatives_of(dtype))
+
+    @property
+    def declaration(self) -> Declaration:
+        return self.implementation.routes[self.backend].declaration
 
 
 @functools.lru_cache(maxsize=4096)
@@ -309,6 +314,11 @@ def _execute(request: AttentionRequest, executable: _Executable) -> AttentionOut
         value=request.value.astype(spec.dtype),
     )
     operation, mesh = executable.implementation(executable.metadata), executable.metadata.mesh
+    if executable.declaration.interpretable and (axes := varying_axes(request)):
+        raise ValueError(
+            f"{executable.route} is a Pallas kernel, which does not say over which mesh axes its output varies, and the arrays "
+            f"vary over {', '.join(sorted(axes))} in a jax.shard_map that checks it; pass check_vma=False to that"
+        )
     subject = executable.subject(spec.dtype)
     is_plain = subject.derivatives is Derivatives.ANY
 

@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from attention_ops.errors import DerivativeError
+from attention_ops.varying import varying_like
 
 OUTPUT_NAME = "attention_output"
 """The name, for the policies of `jax.checkpoint`, of every attention output."""
@@ -165,7 +166,8 @@ def with_named_residuals(run: Callable[[Any, Any], Any], subject: Subject, input
     The names must stand where the residuals are made: on the output of the whole they would not keep the forward from running
     again. So the forward and the backward of `run` are taken apart here, whatever kernel is inside. Differentiable in `inputs`.
     """
-    return _with_named_residuals(run, subject, inputs, others)  # type: ignore[misc]
+    arrays = varying_like((inputs, others), (inputs, others))
+    return _with_named_residuals(run, subject, *arrays)  # type: ignore[misc]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

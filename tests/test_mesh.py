@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 from compiling import environment_of_users, on_devices
+from jax.sharding import PartitionSpec as P
 
 import attention_ops as ao
 from attention_ops.sharding import layout, transfers
-from tests.mesh_cases import SHORT
+from tests import mesh_own
+from tests.mesh_cases import SHORT, mesh_of
 from tests.mesh_transforms import IN_FLOAT16, NAMED, RUN, SECOND
 
 
@@ -173,3 +176,25 @@ def test_transformations_over_a_mesh():
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert len(lines) == sum(map(len, RUN.values())) + len(SECOND) + len(NAMED) + len(IN_FLOAT16) + 1
     assert all(line.endswith(": holds") for line in lines)
+
+
+def test_calls_in_a_shard_map_of_ones_own_that_checks_what_varies():
+    result = on_devices(4, "-m", "tests.mesh_own")
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    assert len(lines) == sum(map(len, mesh_own.RUN.values())) + len(mesh_own.MAPPED)
+    assert all(line.endswith(": holds") for line in lines)
+
+
+@pytest.mark.parametrize(("device", "route"), [("a100", "flash/gpu"), ("tpu-v5e", "blocksparse/tpu")])
+def test_a_pallas_kernel_runs_only_in_a_shard_map_that_does_not_check_what_varies(device, route):
+    call = lambda x: ao.attention(x, x, x, impl=[route]).attention_outputs  # noqa: E731
+    on_mesh = functools.partial(jax.shard_map, call, mesh=mesh_of("dp=1"), in_specs=P("dp"), out_specs=P("dp"))
+    x = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.float32)
+    with ao.compiling_for(device):
+        assert jax.eval_shape(on_mesh(check_vma=False), x).shape == x.shape
+        with pytest.raises(ValueError, match=f"^{route} is a Pallas kernel, which does not say over which mesh axes") as error:
+            jax.eval_shape(on_mesh(), x)
+    assert str(error.value).endswith(
+        "its output varies, and the arrays vary over dp in a jax.shard_map that checks it; pass check_vma=False to that"
+    )

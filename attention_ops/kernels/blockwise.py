@@ -25,6 +25,7 @@ from attention_ops.kernels.decode import STEP, decode, is_decoding
 from attention_ops.kernels.sinks import shares
 from attention_ops.kernels.tiles import NEG_INF, Shape, Tiler
 from attention_ops.masks import Mask, starts_within
+from attention_ops.varying import varying_like
 
 _FORWARD_CELLS, _BACKWARD_CELLS = 1 << 19, 1 << 18
 """Tiles of several heads are taken together up to so many logits: large products are faster than small ones, in a cache."""
@@ -197,17 +198,18 @@ def _tile_by_tile(
 
             rows = q.shape[:2]
             state = jnp.zeros((*rows, Dv), dtype), jnp.full(rows, NEG_INF, dtype), jnp.zeros(rows, dtype)
-            output, highest, total = work.loop(visit, batch, heads, i, state)
+            output, highest, total = work.loop(visit, batch, heads, i, varying_like(state, query))
             total = jnp.where(total == 0, 1, total)
             return None, (output / total[..., None], highest[..., None], total[..., None])
 
-        _, found = jax.lax.scan(rows_of_tiles, None, jnp.arange(shape.grid[0], dtype=jnp.int32))
+        rows = varying_like(jnp.arange(shape.grid[0], dtype=jnp.int32), query)
+        _, found = jax.lax.scan(rows_of_tiles, None, rows)
         found = (t.from_query_tiles(x, shape) for x in found)
         return tuple(t.put_unit(whole, x, batch, heads) for whole, x in zip(carry, found, strict=True)), None
 
     rows = query.shape[:3]
     start = jnp.zeros((*rows, Dv), output_dtype), *(jnp.zeros((*rows, 1), dtype) for _ in range(2))
-    (output, highest, total), _ = jax.lax.scan(unit, start, t.units(shape))
+    (output, highest, total), _ = jax.lax.scan(unit, *varying_like((start, t.units(shape)), query))
     return output, highest[..., 0], total[..., 0]
 
 
@@ -322,6 +324,7 @@ def _backward_tiles(
         d_query, d_key, d_value, d_bias = carry
         start = jnp.zeros((shape.heads, query.shape[-1], shape.G, shape.padded[0]), dtype)
         cols = jnp.arange(shape.grid[1], dtype=jnp.int32)
+        start, cols = varying_like((start, cols), query)
         (d_queries, d_bias), (d_keys, d_values) = jax.lax.scan(column, (start, d_bias), cols)
         d_queries = d_queries[..., ::-1].transpose(3, 0, 2, 1).reshape(shape.padded[0], shape.query_heads, -1) * settings.scale
         d_query = t.put_unit(d_query, d_queries, batch, heads)
@@ -332,7 +335,7 @@ def _backward_tiles(
 
     d_bias = None if tiler.bias is None else jnp.zeros(tiler.bias.shape, dtype)
     start = (*(jnp.zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias)
-    gradients, _ = jax.lax.scan(unit, start, t.units(shape))
+    gradients, _ = jax.lax.scan(unit, *varying_like((start, t.units(shape)), query))
     return gradients
 
 

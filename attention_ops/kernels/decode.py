@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from attention_ops.kernels import tiles as t
 from attention_ops.kernels.tiles import NEG_INF, Shape
 from attention_ops.masks import Mask, Tile, slice_within
+from attention_ops.varying import varying_like
 
 ROWS = 32
 """Up to this many query rows per key/value head, G * T, a call is one of decoding."""
@@ -72,11 +73,11 @@ def decode(
 
         rows = (K, shape.G * T)
         state = jnp.zeros((*rows, Dv), dtype), jnp.full(rows, NEG_INF, dtype), jnp.zeros(rows, dtype)
-        output, highest, total = work.loop(visit, batch, 0, 0, state)
+        output, highest, total = work.loop(visit, batch, 0, 0, varying_like(state, query))
         total = jnp.where(total == 0, 1, total)
         return None, (output / total[..., None], highest, total)
 
-    _, (output, highest, total) = jax.lax.scan(row, None, jnp.arange(B, dtype=jnp.int32))
+    _, (output, highest, total) = jax.lax.scan(row, None, varying_like(jnp.arange(B, dtype=jnp.int32), query))
     output = output.reshape(B, H, T, Dv).transpose(0, 2, 1, 3)
     highest, total = (x.reshape(B, H, T).transpose(0, 2, 1) for x in (highest, total))
     return output, highest, total

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from attention_ops.kernels.tile_work import tile_kinds
 from attention_ops.masks import Mask, Tile, Tiling, slice_within, starts_within
+from attention_ops.varying import varying_like
 
 NEG_INF = float("-inf")
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -86,7 +87,7 @@ class Work(NamedTuple):
     def loop(self, visit: Callable[..., Any], batch: Any, unit: Any, outer: Any, state: Any) -> Any:
         """Run `visit(inner, state, tiles=, partial=)`; `tiles` is 2 for a pair, `partial` says that not all need be visible."""
         index = (_within(batch, self.order.shape[0]), _within(unit, self.order.shape[1]), outer)
-        order, counts = self.order[index], self.counts[index]
+        order, counts = varying_like((self.order[index], self.counts[index]), state)
         start: Any = 0
         for kind, (tiles, partial) in enumerate(((self.width, False), (self.width, True), (1, not self.whole))):
             if self.exists[kind]:
