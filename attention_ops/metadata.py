@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from attention_ops.device import BACKENDS
 from attention_ops.errors import did_you_mean
@@ -19,6 +20,9 @@ OnIndivisible = Literal["replicate", "error"]
 FLOATS = (np.dtype("float16"), np.dtype(jnp.bfloat16), np.dtype("float32"), np.dtype("float64"))
 """The dtypes that attention is computed in."""
 BACKEND_NAMES = tuple(dict.fromkeys(name for chain in BACKENDS.values() for name in chain))
+
+DEFAULT_AXES = {"batch_axis": ("dp", "fsdp"), "head_axis": ("tp",), "sequence_axis": ("sp",)}
+"""The mesh axes that split batch, heads and sequence when `partition_axis` is None: those of eformer's PartitionAxis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +72,12 @@ class OperationMetadata:
         put("softmax_dtype", _softmax_dtype(self.softmax_dtype))
         put("block_sizes", _block_sizes(self.block_sizes))
         put("operation_configs", _frozen("operation_configs", self.operation_configs))
-        if isinstance(self.partition_axis, Mapping):
-            put("partition_axis", _frozen("partition_axis", self.partition_axis))
+        if not isinstance(self.mesh, Mesh | AbstractMesh | None):
+            raise TypeError(
+                f"mesh is {self.mesh!r}; allowed are a jax.sharding.Mesh or AbstractMesh, and None; jax.make_mesh makes one of "
+                "the sizes and names of its axes"
+            )
+        put("partition_axis", _partition_axis(self.partition_axis))
         if self.backend is not None and self.backend not in BACKEND_NAMES:
             raise ValueError(f"backend is {self.backend!r}; allowed are None, {', '.join(BACKEND_NAMES)}")
         for name, kind in (("fallback", FallbackPolicy), ("on_indivisible", OnIndivisible)):
@@ -141,6 +149,31 @@ def _frozen(name: str, value: Any) -> _FrozenMapping:
         raise TypeError(
             f"{name} is {dict(value)}; allowed are values that can be hashed, as a frozen dataclass: {error}"
         ) from None
+
+
+def _partition_axis(value: Any) -> Any:
+    """Return the value, a mapping frozen, if each of its logical axes goes to mesh axes."""
+    if value is None:
+        return None
+    is_mapping = isinstance(value, Mapping)
+    if not is_mapping and not all(hasattr(value, name) for name in DEFAULT_AXES):
+        raise TypeError(
+            f"partition_axis is {value!r}; allowed are None, eformer's PartitionAxis, and a mapping of {', '.join(DEFAULT_AXES)} "
+            "to mesh axes"
+        )
+    for key in value if is_mapping else ():
+        if key not in DEFAULT_AXES:
+            raise ValueError(
+                f"partition_axis has no key {key!r}.{did_you_mean(str(key), DEFAULT_AXES)} Allowed: {', '.join(DEFAULT_AXES)}"
+            )
+    for name in DEFAULT_AXES:
+        axes = value.get(name) if is_mapping else getattr(value, name)
+        names = () if axes is None else axes
+        if not isinstance(names, Sequence) or not all(isinstance(axis, str) for axis in names):
+            raise TypeError(
+                f"partition_axis.{name} is {axes!r}; allowed are the name of a mesh axis, a sequence of names, and None"
+            )
+    return _frozen("partition_axis", value) if is_mapping else value
 
 
 def _float_dtype(name: str, dtype: Any) -> np.dtype | None:

@@ -27,11 +27,8 @@ from attention_ops import sequence
 from attention_ops.features import Feature
 from attention_ops.kernels.sinks import output_with_sinks
 from attention_ops.masks import Causal, Chunked, Dense, Mask, Positional, Segments, Window
-from attention_ops.metadata import OperationMetadata
+from attention_ops.metadata import DEFAULT_AXES, OperationMetadata
 from attention_ops.request import AttentionOutput, AttentionRequest, RequestSpec
-
-DEFAULT_AXES = {"batch_axis": ("dp", "fsdp"), "head_axis": ("tp",), "sequence_axis": ("sp",)}
-"""The mesh axes that split batch, heads and sequence when `partition_axis` is None: those of eformer's PartitionAxis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +105,12 @@ def layout(spec: RequestSpec, metadata: OperationMetadata, way: str = "gather") 
     """Return how the mesh of the metadata splits a call, going the `way` over the sequence if it can be gone.
 
     Raises:
-        ValueError: `partition_axis` names an axis the mesh does not have; something does not divide and the metadata ask for
-            an error.
+        ValueError: `partition_axis` names an axis the mesh does not have, or one twice; something does not divide and the
+            metadata ask for an error.
     """
     sizes = dict(metadata.mesh.shape)
-    batch, heads, axes = (_axes(metadata.partition_axis, name, sizes) for name in DEFAULT_AXES)
+    batch, heads, axes = found = [_axes(metadata.partition_axis, name, sizes) for name in DEFAULT_AXES]
+    _check_each_is_named_once(found)
     notes: list[str] = []
 
     def divided(what: str, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -211,9 +209,6 @@ def _obstacles(spec: RequestSpec, n: int) -> list[str]:
 def _axes(partition_axis: Any, name: str, sizes: dict[str, int]) -> tuple[str, ...]:
     """Return the mesh axes for one logical axis; axes stated by hand must exist, defaults that do not are left out."""
     if isinstance(partition_axis, Mapping):
-        unknown = set(partition_axis) - set(DEFAULT_AXES)
-        if unknown:
-            raise ValueError(f"partition_axis has no key {sorted(unknown)[0]!r}; allowed are {', '.join(DEFAULT_AXES)}")
         axes = _tuple(partition_axis.get(name))
         for axis in axes:
             if axis not in sizes:
@@ -221,6 +216,18 @@ def _axes(partition_axis: Any, name: str, sizes: dict[str, int]) -> tuple[str, .
         return axes
     axes = DEFAULT_AXES[name] if partition_axis is None else _tuple(getattr(partition_axis, name))
     return tuple(axis for axis in axes if axis in sizes)
+
+
+def _check_each_is_named_once(found: list[tuple[str, ...]]) -> None:
+    owner: dict[str, str] = {}
+    for name, axes in zip(DEFAULT_AXES, found, strict=True):
+        for axis in axes:
+            if axis in owner:
+                raise ValueError(
+                    f"partition_axis names the mesh axis {axis!r} in {owner[axis]} and again in {name}; allowed is once: "
+                    "leave it out of one of them"
+                )
+            owner[axis] = name
 
 
 def _tuple(axes: Any) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eformer.escale import PartitionAxis
+from jax.sharding import PartitionSpec as P
 
 import attention_ops as ao
 from attention_ops import planner, rules
@@ -51,6 +53,19 @@ def test_metadata_is_a_value():
             TypeError,
             "operation_configs is {'flash': {}}; allowed are values that can be hashed",
         ),
+        ({"mesh": "sp=4"}, TypeError, "mesh is 'sp=4'; allowed are a jax.sharding.Mesh or AbstractMesh, and None; jax.make_mesh"),
+        ({"mesh": {"sp": 4}}, TypeError, "mesh is {'sp': 4}; allowed are"),
+        ({"mesh": jax.devices()}, TypeError, "mesh is .*; allowed are"),
+        (
+            {"partition_axis": "sp"},
+            TypeError,
+            "partition_axis is 'sp'; allowed are None, eformer's PartitionAxis, and a mapping of",
+        ),
+        ({"partition_axis": P("dp", None)}, TypeError, "partition_axis is P.*'dp', None.*; allowed are"),
+        ({"partition_axis": {"batch": "dp"}}, ValueError, "partition_axis has no key 'batch'. Did you mean 'batch_axis'"),
+        ({"partition_axis": {"head_axis": 3}}, TypeError, "partition_axis.head_axis is 3; allowed are the name of a mesh axis"),
+        ({"partition_axis": {"head_axis": {"tp": 2}}}, TypeError, "partition_axis.head_axis is {'tp': 2}; allowed are"),
+        ({"partition_axis": PartitionAxis(batch_axis=(1,))}, TypeError, r"partition_axis.batch_axis is \(1,\); allowed are"),
         ({"operation_configs": 3}, TypeError, "operation_configs must be a mapping from names to settings, found int"),
     ],
 )

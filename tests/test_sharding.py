@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import on_devices
+from eformer.escale import PartitionAxis
 from jax.sharding import PartitionSpec as P
 
 import attention_ops as ao
@@ -86,13 +87,29 @@ def test_an_abstract_mesh_can_be_planned():
         ((4,), ("tp",), None, "key/value heads 2 cannot be split over the mesh axis 'tp' of 4 devices"),
         ((3,), ("sp",), None, "query length 16 and key length 16 cannot be split over the mesh axis 'sp' of 3 devices"),
         ((2,), ("dp",), {"batch_axis": "data"}, "partition_axis.batch_axis names 'data'; the mesh has dp"),
-        ((2,), ("dp",), {"batch": "dp"}, "no key 'batch'; allowed are batch_axis, head_axis, sequence_axis"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_both_numbers_if_asked_for(sizes, names, axis, match):
     metadata = dataclasses.replace(_metadata(sizes, names, axis), on_indivisible="error")
     with pytest.raises(ValueError, match=match):
         ao.plan("flash", *SHAPES, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("axes", "match"),
+    [
+        ({"batch_axis": ("dp", "sp"), "sequence_axis": "sp"}, "'sp' in batch_axis and again in sequence_axis; allowed is once"),
+        ({"batch_axis": "dp", "head_axis": "dp"}, "'dp' in batch_axis and again in head_axis"),
+        ({"sequence_axis": ["sp", "sp"]}, "'sp' in sequence_axis and again in sequence_axis"),
+        (PartitionAxis(batch_axis=("dp", "sp")), "'sp' in batch_axis and again in sequence_axis"),
+    ],
+)
+def test_a_mesh_axis_that_is_named_twice_is_refused_whether_it_divides_or_not(axes, match):
+    for size in (2, 3):
+        with pytest.raises(ValueError, match=f"partition_axis names the mesh axis {match}"):
+            ao.plan("flash", *SHAPES, metadata=_metadata((1, size), ("dp", "sp"), axes))
+    elsewhere = PartitionAxis(batch_axis=("dp", "tp"))  # of which the mesh has one
+    assert ao.plan("flash", *SHAPES, metadata=_metadata((2,), ("dp",), elsewhere)).spec.B == 2
 
 
 @pytest.mark.parametrize(
@@ -265,8 +282,6 @@ def test_chunks_are_not_cut():
 
 
 def test_partition_axis_of_eformer_or_a_mapping():
-    from eformer.escale import PartitionAxis
-
     spec = ao.plan("flash", *SHAPES).spec
     split = layout(spec, _metadata((2, 2, 2, 2), ("dp", "fsdp", "tp", "sp"), PartitionAxis()))
     assert (set(split.batch), split.heads, split.sequence) == ({"dp", "fsdp"}, ("tp",), ("sp",))
