@@ -69,7 +69,7 @@ def _axes(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 
@@ -96,9 +96,9 @@ class LayerConfig(_Frozen):
     chunk_size: Annotated[
         Count | None, Field(description="a length of 1 or more: positions attend inside their chunk; or null", examples=[8192])
     ] = None
-    logits_soft_cap: Annotated[Positive | None, Field(description="a number above 0, or null", examples=[50.0])] = None
+    logits_soft_cap: Annotated[Positive | None, Field(description="a number from 1e-30 to 1e30, or null", examples=[50.0])] = None
     softmax_scale: Annotated[
-        Positive | None, Field(description="a number above 0, or null: head_dim ** -0.5", examples=[0.125])
+        Positive | None, Field(description="a number from 1e-30 to 1e30, or null: head_dim ** -0.5", examples=[0.125])
     ] = None
     sinks: Annotated[bool, Field(description="true: each call must bring softmax_aux; or false", examples=["true"])] = False
     operation: Annotated[str | tuple[str, ...], BeforeValidator(_operation)] = "auto"

@@ -81,8 +81,8 @@ class Keys:
 
     def positive(self, key: str) -> float | None:
         value = self.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30):
-            raise self.error(key, f"{self.found(key)}; allowed is a number above 0 and below 1e30, or null")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30):
+            raise self.error(key, f"{self.found(key)}; allowed is a number from 1e-30 to 1e30, or null")
         return value
 
     def only(self, key: str, *accepted: Any, why: str) -> None:
@@ -165,6 +165,9 @@ def pattern_of(kinds: list[str]) -> Facts:
 
 def _qwen(keys: Keys) -> Facts:
     window, on, first = keys.get("sliding_window"), keys.get("use_sliding_window"), keys.count("max_window_layers", least=0)
+    kinds = keys.get("layer_types")
+    if not on and isinstance(kinds, list) and "sliding_attention" in kinds:
+        raise keys.error("layer_types", "found sliding_attention, which use_sliding_window turns off; allowed is full_attention")
     return _layered(keys, lambda layer: bool(on) and window is not None and layer >= first)
 
 

@@ -333,10 +333,10 @@ MISTAKES = {
     "number for a flag": (edit("causal: true", "causal: 1"), r"^x.yaml:10: causal: found 1 \(int\); allowed is true or false"),
     "cap below zero": (
         edit("50.0", "-1"),
-        r"^x.yaml:12: logits_soft_cap: found -1 \(int\); allowed is a number above 0, or null",
+        r"^x.yaml:12: logits_soft_cap: found -1 \(int\); allowed is a number from 1e-30 to 1e30, or null",
     ),
-    "not a number": (edit("50.0", ".nan"), r"^x.yaml:12: logits_soft_cap: found nan \(float\); allowed is a number above 0"),
-    "infinite": (edit("50.0", ".inf"), r"^x.yaml:12: logits_soft_cap: found inf \(float\); allowed is a number above 0"),
+    "not a number": (edit("50.0", ".nan"), r"^x.yaml:12: logits_soft_cap: found nan \(float\); allowed is a number from 1e-30 to 1e30"),
+    "infinite": (edit("50.0", ".inf"), r"^x.yaml:12: logits_soft_cap: found inf \(float\); allowed is a number from 1e-30 to 1e30"),
     "number that YAML reads as text": (
         edit("0.0625", "625e-4"),
         r"^x.yaml:11: softmax_scale: found '625e-4' \(str\); allowed is .*\. YAML 1\.1 reads it as text; write 625\.0e-4$",
@@ -860,6 +860,8 @@ def test_windows_of_qwen_start_at_a_layer():
     kinds = AttentionConfig.from_hf(qwen).layer_kinds
     assert kinds == ("global",) * 30 + ("local",) * 6
     assert AttentionConfig.from_hf({**qwen, "sliding_window": None}).layer_kinds == ("all",) * 36
+    with pytest.raises(ao.ConfigError, match="layer_types: found sliding_attention, which use_sliding_window turns off"):
+        AttentionConfig.from_hf({**qwen, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 36})
 
 
 def test_the_text_model_of_a_multimodal_gemma3():
@@ -934,7 +936,7 @@ HF_MISTAKES = {
     "scale": (
         "gemma2_2b",
         {"query_pre_attn_scalar": 10**400},
-        r"query_pre_attn_scalar: found a whole number of 1329 bits \(int\); allowed is a number above 0 and below 1e30, or null$",
+        r"query_pre_attn_scalar: found a whole number of 1329 bits \(int\); allowed is a number from 1e-30 to 1e30, or null$",
     ),
     "cap of gemma3": (
         "gemma3_1b",
@@ -955,7 +957,7 @@ HF_MISTAKES = {
     "cap": (
         "gemma2_2b",
         {"attn_logit_softcapping": -50.0},
-        r"attn_logit_softcapping: found -50.0 \(float\); allowed is a number above 0",
+        r"attn_logit_softcapping: found -50.0 \(float\); allowed is a number from 1e-30 to 1e30",
     ),
     "both ways": (
         "gemma3_1b",

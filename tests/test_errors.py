@@ -943,7 +943,7 @@ ROWS = [
     Row(
         lambda s: hf(model_type="gemma2", query_pre_attn_scalar=0),
         ao.ConfigError,
-        "config.json: query_pre_attn_scalar: found 0 (int); allowed is a number above 0 and below 1e30, or null",
+        "config.json: query_pre_attn_scalar: found 0 (int); allowed is a number from 1e-30 to 1e30, or null",
     ),
     Row(
         lambda s: hf(model_type="gemma", use_bidirectional_attention=True),

@@ -52,7 +52,7 @@ ERRORS = {
     ("explain", *SHAPE, "--set", "sliding_window=-1,0"): "sliding_window left is -1; allowed is 0 or more",
     ("explain", *SHAPE, "--set", "query_offset=x"): "'x' is no whole number; allowed is a whole number, traced",
     ("explain", *SHAPE, "--set", "logits_soft_cap=x"): "'x' is no number; allowed is a number above 0, or none",
-    ("explain", *SHAPE, "--set", "logits_soft_cap=-1"): "logits_soft_cap is -1.0; allowed is a finite number above 0",
+    ("explain", *SHAPE, "--set", "logits_soft_cap=-1"): "logits_soft_cap is -1.0; allowed is a number from 1e-30 to 1e",
     ("explain", *SHAPE, "--set", "dropout_prob=2"): "dropout_prob is 2.0; allowed is 0 <= p < 1",
     (
         "explain",
