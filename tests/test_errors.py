@@ -1072,6 +1072,23 @@ ROWS = [
         "query has shape (4, 8); allowed are [batch, length, heads, dim] and [length, heads, dim]",
     ),
     Row(
+        lambda s: dot_product_attention(*QKV, local_window_size=-1),
+        ValueError,
+        "local_window_size left is -1; allowed is 0 or more, or None for unlimited",
+    ),
+    Row(
+        lambda s: dot_product_attention(*QKV, mask=jnp.ones((2, 4, 4), bool)),
+        ValueError,
+        "mask has shape (2, 4, 4); allowed is what broadcasts to [*batch, heads, query length, key length] = (2, 4, 4, 4); "
+        "pass mask[:, None] for one of all heads",
+    ),
+    Row(
+        lambda s: jax.jit(lambda scale: dot_product_attention(*QKV, scale=scale))(jnp.ones((4, 1))),
+        TypeError,
+        "scale must be one real number, found a traced float32[4, 1]; for a scale of each head or dim multiply the query by it "
+        "and pass scale=1.0",
+    ),
+    Row(
         lambda s: binding.bind(3, source=""),
         TypeError,
         "implementation is of type int; allowed are an operation's name, a sequence of names, an operation, an "
@@ -1118,6 +1135,21 @@ ROWS = [
         ValueError,
         "autoregressive_decodeattn takes one query per sequence and cache_metadata with indexs; found query "
         "length 4 and no cache_metadata",
+    ),
+    Row(
+        lambda s: easydel.attention(QKV[0][0, 0], *QKV[1:]),
+        ValueError,
+        "query has shape (4, 8); allowed is [batch, length, heads, dim]",
+    ),
+    Row(
+        lambda s: easydel.attention(*QKV, attn_mechanism=["flash"]),
+        TypeError,
+        "attn_mechanism is ['flash']; allowed is one name, EasyDeL's or that of a registered operation",
+    ),
+    Row(
+        lambda s: easydel.attention(*QKV, cache_metadata=SimpleNamespace(indexs=[4, 4, 4])),
+        ValueError,
+        "cache_metadata.indexs has shape (3,); allowed is [2], one for each batch row",
     ),
     Row(
         lambda s: easydel.attention(*QKV, fused=True),

@@ -16,7 +16,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from attention_ops import api
-from attention_ops.metadata import OperationMetadata
+from attention_ops.arrays import array_of
+from attention_ops.metadata import OperationMetadata, as_metadata
 from attention_ops.operation import OperationImpl
 from attention_ops.planner import Chain
 from attention_ops.registry import OperationRegistry
@@ -52,7 +53,7 @@ def bind(
     if implementation is None or isinstance(implementation, str | Sequence):
         _only_with("a model config", layer=layer)
         names = ("auto",) if implementation is None else named(implementation)
-        return Named(names, OperationMetadata() if metadata is None else metadata, source)
+        return Named(names, as_metadata(metadata), source)
     _only_with("names: an operation and a config have their own", metadata=metadata)
     if isinstance(implementation, OperationImpl):
         _only_with("a model config", layer=layer)
@@ -104,14 +105,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(f"{names[name]} {rest}") from None
 
 
-def array(name: str, value: Any, convert: Callable[[Any], Array] = jnp.asarray) -> Array:
+def array(name: str, value: Any) -> Array:
     """Return an argument as a JAX array."""
-    if isinstance(value, jax.Array):
-        return value
-    try:
-        return convert(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{name} must be an array, found {type(value).__name__}: {error}") from None
+    return value if isinstance(value, jax.Array) else jnp.asarray(array_of(name, value))
 
 
 def states(name: str, value: Any) -> Array:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from attention_ops import api, integers, masks
+from attention_ops.arrays import array_of
 from attention_ops.errors import UnknownOperationError, did_you_mean
 from attention_ops.integrations.binding import array, check_dropout, check_precision, shared_dropout, states
 from attention_ops.metadata import OperationMetadata
@@ -234,7 +233,7 @@ def _cache(cache_metadata: Any, cache_view: Any, B: int) -> Cache | None:
 
 
 def _lengths(name: str, value: Any, B: int) -> Int[Array, " B"]:
-    given = value if isinstance(value, jax.Array) else np.asarray(value)  # JAX would truncate what int32 cannot hold
+    given = array_of(name, value)
     lengths = jnp.asarray(integers.position(name, given)).reshape(-1)  # a position less the query length may be negative
     if lengths.shape[0] not in (1, B):
         raise ValueError(f"{name} has shape {given.shape}; allowed is [{B}], one for each batch row")

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from attention_ops.api import attention
+from attention_ops.arrays import array_of
 from attention_ops.integrations.binding import array, broadcasting, named, renamed, with_scale
 
 CUDNN = "cudnn_flash/cuda"
@@ -77,7 +79,7 @@ def dot_product_attention(
             key,
             value,
             impl=CUDNN if implementation == "cudnn" else implementation,
-            bias=None if bias is None else _bias(broadcasting("bias", array("bias", bias), logits)),
+            bias=None if bias is None else broadcasting("bias", _bias(bias), logits),
             mask=None if mask is None else broadcasting("mask", array("mask", mask), logits),
             softmax_scale=scale,
             causal=is_causal,
@@ -102,6 +104,7 @@ def _batched(name: str, value: Any) -> Array:
     raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed are [batch, length, heads, dim] and [length, heads, dim]")
 
 
-def _bias(bias: Array) -> Array:
+def _bias(bias: Any) -> Array:
     """Return the bias as floats: jax.nn adds integers too."""
-    return bias.astype(jnp.float32) if jnp.issubdtype(bias.dtype, jnp.integer) else bias
+    bias = array_of("bias", bias)  # not yet one of JAX, which would truncate integers of 64 bits
+    return array("bias", bias.astype(np.float32) if jnp.issubdtype(bias.dtype, jnp.integer) else bias)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from attention_ops import api
 from attention_ops.errors import NoRouteError
 from attention_ops.integrations.binding import array, as_bool, broadcasting, named, renamed, states, with_scale
-from attention_ops.metadata import OperationMetadata
+from attention_ops.metadata import OperationMetadata, as_metadata
 
 FLASH = ("cudnn_flash", "flash", "blocksparse")
 """What `flash_attention=True` requires: operations whose memory does not grow with T * S."""
@@ -84,7 +84,7 @@ class use_attention_ops:
 
     def __init__(self, implementation: str | Sequence[str] | None = None, *, metadata: OperationMetadata | None = None):
         self.names = None if implementation is None else named(implementation)
-        self.metadata = OperationMetadata() if metadata is None else metadata
+        self.metadata = as_metadata(metadata)
         _install(self)
 
     def restore(self) -> None:
@@ -232,15 +232,14 @@ def _chain(names: tuple[str, ...], flash_attention: bool) -> tuple[str, ...]:
 
 def _common_dtype(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, Any]:
     """Cast to the dtype that Keras computes in: its own promotion, not JAX's."""
-    keras, converted = _keras(), []
+    keras = _keras()
     for name, given in (("query", query), ("key", key), ("value", value)):
         if isinstance(given, keras.KerasTensor):
             raise TypeError(
                 f"{name} is a symbolic KerasTensor; to build a functional model call keras.ops.dot_product_attention, which "
                 "use_attention_ops() routes here"
             )
-        converted.append(states(name, array(name, given, keras.ops.convert_to_tensor)))
-    query, key, value = converted
+    query, key, value = states("query", query), states("key", key), states("value", value)
     dtype = jnp.dtype(keras.backend.result_type(query.dtype, key.dtype, value.dtype))
     return query.astype(dtype), key.astype(dtype), value.astype(dtype), dtype
 

@@ -181,6 +181,14 @@ def test_an_error_begins_with_the_argument_that_was_given(options, message, rng)
         dot_product_attention(*inputs(rng, T, T), **options)
 
 
+def test_a_bias_of_integers_is_not_truncated(rng):
+    q, k, v = inputs(rng, T, S)
+    hidden = np.arange(S) >= 4
+    found = dot_product_attention(q, k, v, bias=np.where(hidden, -(2**40), 0))  # 0 in the int32 that jax.nn makes of it
+    exact = reference.attention(*(np.asarray(x) for x in (q, k, v)), {"mask": ~hidden[None, None, None]}).output
+    np.testing.assert_allclose(found, exact, atol=2e-6)
+
+
 def test_an_error_of_a_kernel_is_left_as_it_is(rng, registry):
     @registry.register(name="broken")
     class Broken(ao.OperationImpl):

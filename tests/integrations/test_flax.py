@@ -284,6 +284,7 @@ def test_what_is_refused():
         (lambda: attend(q, k[0], v), ValueError, r"key \(7, 4, 8\).* with one batch shape for all three"),
         (lambda: attention_fn("flahs"), ao.UnknownOperationError, "no operation is named 'flahs'"),
         (lambda: attention_fn(["sdpa", "flash/natve"]), ao.UnknownOperationError, "no route is named 'flash/natve'; flash has"),
+        (lambda: attention_fn("flash", metadata={}), TypeError, "metadata must be an OperationMetadata, found dict"),
         (lambda: attention_fn("flash", layer=0), TypeError, "layer=0 goes with a model config"),
         (
             lambda: attention_fn(config(), metadata=ao.OperationMetadata()),

@@ -308,6 +308,11 @@ def test_an_error_begins_with_the_argument_that_was_given(qkv):
             use_attention_ops(implementation)
 
 
+def test_metadata_of_another_kind_is_refused_at_once():
+    with pytest.raises(TypeError, match="metadata must be an OperationMetadata, found dict"):
+        use_attention_ops("flash", metadata={})
+
+
 def test_another_backend_is_refused(qkv, monkeypatch):
     monkeypatch.setattr(keras.config, "backend", lambda: "torch")
     for call in (use_attention_ops, lambda: dot_product_attention(*qkv)):
