@@ -34,7 +34,7 @@ from attention_ops.operation import Declaration, OperationImpl
 from attention_ops.planner import Chain, Plan, make_plan
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
-from attention_ops.sharding import is_local, run_sharded, sequence_devices
+from attention_ops.sharding import is_local, over_context, run_sharded, sequence_devices
 from attention_ops.varying import varying_axes
 
 Impl = str | Sequence[str]
@@ -228,6 +228,7 @@ def _run(
 ) -> AttentionOutput:
     metadata, source = _for_here(metadata, source)
     request = make_request(query, key, value, options, metadata)
+    metadata = over_context(metadata, _is_traced(request))
     chosen = make_plan(names, request.spec, metadata, _device_of(request.query, metadata), source)
     for plans in _records.get():
         plans.append(chosen)

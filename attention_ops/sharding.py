@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attention_ops import sequence
@@ -90,6 +90,39 @@ def is_local(mesh: Any) -> bool:
     """Whether the code being traced already runs on one device's part: inside a `jax.shard_map` over an axis of the mesh."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return bool(set(manual) & set(mesh.axis_names))
+
+
+def over_context(metadata: OperationMetadata, is_traced: bool) -> OperationMetadata:
+    """Return the metadata with a mesh that a call can run over: an abstract one stands for that of `jax.set_mesh`, if alike.
+
+    Raises:
+        ValueError: the mesh is empty, has no devices, or is another than the one around the call.
+    """
+    mesh, context = metadata.mesh, jax.sharding.get_abstract_mesh()
+    if mesh is None:
+        return metadata
+    if mesh.empty:
+        raise ValueError(
+            "metadata.mesh has no axes, as jax.sharding.get_abstract_mesh() outside of jax.set_mesh; allowed are None and a mesh "
+            "of devices, which jax.make_mesh makes"
+        )
+    if context.empty:
+        if isinstance(mesh, AbstractMesh) and not is_traced:
+            raise ValueError(
+                f"metadata.mesh is {mesh}, which has no devices to run on and is for planning; give the mesh that jax.make_mesh "
+                "makes, or call inside jax.set_mesh with that"
+            )
+        return metadata
+    if _axes_and_types(mesh) != _axes_and_types(context):
+        raise ValueError(
+            f"metadata.mesh is {mesh}, but the mesh around the call, of jax.set_mesh or jax.shard_map, is {context}; allowed is "
+            "one of the same axes, sizes and types: give one of them to both, or call outside of it"
+        )
+    return dataclasses.replace(metadata, mesh=context) if isinstance(mesh, AbstractMesh) else metadata
+
+
+def _axes_and_types(mesh: Any) -> tuple[Any, ...]:
+    return tuple(mesh.shape.items()), mesh.axis_types
 
 
 def sequence_devices(metadata: OperationMetadata) -> int:

@@ -288,3 +288,24 @@ def test_partition_axis_of_eformer_or_a_mapping():
     axes = {"batch_axis": "data", "head_axis": ["model"], "sequence_axis": "context"}
     split = layout(spec, _metadata((2, 2, 2), ("data", "model", "context"), axes))
     assert (split.batch, split.heads, split.sequence) == (("data",), ("model",), ("context",))
+
+
+def test_a_mesh_that_a_call_cannot_run_over_is_refused_in_our_words_and_an_abstract_one_is_that_of_set_mesh():
+    x, mesh = jnp.ones((2, 4, 2, 4)), jax.make_mesh((1,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def call(mesh):
+        return ao.attention(x, x, x, impl="vanilla", metadata=ao.OperationMetadata(mesh=mesh)).attention_outputs
+
+    with pytest.raises(ValueError, match=r"metadata.mesh has no axes, as jax.sharding.get_abstract_mesh\(\) outside of"):
+        call(jax.sharding.get_abstract_mesh())
+    abstract = jax.sharding.AbstractMesh((1,), ("sp",))
+    with pytest.raises(ValueError, match=r"metadata.mesh is AbstractMesh\(.*which has no devices to run on and is for planning"):
+        call(abstract)
+    others = [jax.make_mesh((1,), ("dp",), axis_types=mesh.axis_types), jax.make_mesh((1,), ("sp",))]
+    with jax.set_mesh(mesh):
+        assert (call(abstract) == call(mesh)).all()
+        for other in others:
+            with pytest.raises(ValueError, match=r"metadata.mesh is Mesh.*, but the mesh around the call, of jax.set_mesh"):
+                call(other)
+    with pytest.raises(ValueError, match="but the mesh around the call"):
+        jax.shard_map(lambda _: call(others[0]), mesh=mesh, in_specs=P(), out_specs=P())(x)
