@@ -34,7 +34,7 @@ from attention_ops.operation import Declaration, OperationImpl
 from attention_ops.planner import Chain, Plan, make_plan
 from attention_ops.registry import OperationRegistry
 from attention_ops.request import AttentionOptions, AttentionOutput, AttentionRequest, make_request
-from attention_ops.sharding import is_local, over_context, run_sharded, sequence_devices
+from attention_ops.sharding import elsewhere, is_local, over_context, run_sharded, sequence_devices
 from attention_ops.varying import varying_axes
 
 Impl = str | Sequence[str]
@@ -235,7 +235,13 @@ def _run(
     if chosen.is_fallback:
         _report(chosen, metadata)
     executable = _executable(chosen.implementation, chosen.route, metadata, chosen.block_sizes, chosen.way)
-    return _execute(_marked(request, executable), executable)
+    try:
+        return _execute(_marked(request, executable), executable)
+    except ValueError as error:
+        found = elsewhere(error, {name: getattr(request, name) for name in _DIFFERENTIABLE}, metadata.mesh)
+        if found is None:
+            raise
+        raise found from error
 
 
 def _for_here(metadata: OperationMetadata, source: str) -> tuple[OperationMetadata, str]:

@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attention_ops import sequence
@@ -123,6 +124,20 @@ def over_context(metadata: OperationMetadata, is_traced: bool) -> OperationMetad
 
 def _axes_and_types(mesh: Any) -> tuple[Any, ...]:
     return tuple(mesh.shape.items()), mesh.axis_types
+
+
+def elsewhere(error: ValueError, arrays: Mapping[str, Any], mesh: Any) -> ValueError | None:
+    """Return JAX's error of arrays that are committed to other devices than those of the mesh in words of the call, or None."""
+    if not str(error).startswith("Received incompatible devices") or "context mesh" in str(error) or not isinstance(mesh, Mesh):
+        return None
+    devices = list(mesh.devices.flat)
+    placed = {name: x for name, x in arrays.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed}
+    others = [name for name, x in placed.items() if x.devices() != set(devices)] or list(placed)
+    name, where = (others[0], placed[others[0]].sharding) if others else ("an array of the call", "other devices")
+    return ValueError(
+        f"{name} is committed to {where}, and metadata.mesh has the devices {devices}; allowed are arrays on these, in their "
+        "order, and uncommitted ones: jax.device_put(array, NamedSharding(mesh, PartitionSpec()))"
+    )
 
 
 def sequence_devices(metadata: OperationMetadata) -> int:

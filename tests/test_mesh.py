@@ -156,6 +156,17 @@ with ao.record_plans() as plans:
 np.testing.assert_allclose(np.asarray(out), np.asarray(ao.attention(q, k, v, impl="vanilla").attention_outputs), atol=2e-5)
 assert plans[0].spec.T == 16 and any("inside a shard_map" in note for note in plans[0].notes), plans[0]
 
+lies = jax.device_put(q, jax.devices()[1])
+attend = lambda q: ao.attention(q, k, v, impl="flash", metadata=metadata).attention_outputs.sum()
+for call, name in ((attend, "query is committed to SingleDeviceSharding"), (jax.grad(attend), "an array of the call")):
+    try:
+        call(lies)
+    except ValueError as error:
+        assert str(error).startswith(name) and "and metadata.mesh has the devices [CpuDevice(id=0), " in str(error), error
+    else:
+        raise AssertionError(name)
+attend(jax.device_put(lies, NamedSharding(mesh, P())))
+
 x = jnp.ones((1, 64, 2, 8))
 dropped = ao.attention(x, x, x, impl="vanilla", metadata=metadata, dropout_prob=0.5, deterministic=False,
                        dropout_rng=jax.random.key(0)).attention_outputs
