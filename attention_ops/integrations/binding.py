@@ -180,7 +180,10 @@ def shared_dropout(
 
 def check_dropout(probability: float, rng: Any, names: tuple[str, str]) -> None:
     """Raise ValueError for a probability outside [0, 1) or a missing key, by the framework's `names` for the two."""
-    if not 0.0 <= probability < 1.0:
+    is_allowed = False
+    with contextlib.suppress(TypeError, ValueError):  # of what is no number
+        is_allowed = bool(0.0 <= probability < 1.0)
+    if not is_allowed:
         raise ValueError(f"{names[0]} is {probability}; allowed is 0 <= p < 1")
     if rng is None:
         raise ValueError(f"{names[0]} is {probability} and dropout is active, so {names[1]} must be a jax.random key")

@@ -274,4 +274,4 @@ def _sinks(softmax_aux: Any, H: int, K: int) -> Any:
     sinks = array("softmax_aux", softmax_aux)
     if sinks.ndim == 1 and sinks.shape[0] not in (H, K):
         return sinks[None]
-    return jnp.repeat(sinks, H // K, axis=0) if sinks.ndim in (1, 2) and sinks.shape[0] == K != H else sinks
+    return jnp.repeat(sinks, H // K, axis=0) if sinks.ndim in (1, 2) and sinks.shape[0] == K and 0 < K < H else sinks

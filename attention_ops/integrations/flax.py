@@ -21,6 +21,7 @@ from attention_ops.integrations.binding import (
     check_dropout,
     check_precision,
     flat_batch,
+    renamed,
     shared_dropout,
 )
 from attention_ops.metadata import OperationMetadata
@@ -96,20 +97,21 @@ class AttentionFn:
         query, key, value = _common_dtype(query, key, value, dtype)
         batch = query.shape[:-3]
         self._check_positions(query.shape[-3], key.shape[-3], is_causal)
-        options: dict[str, Any] = {"causal": True, "query_offset": 0} if is_causal else {}
+        options: dict[str, Any] = {"causal": is_causal, "query_offset": 0} if is_causal else {}
         logits = *batch, query.shape[-2], query.shape[-3], key.shape[-3]
         if bias is not None:
             options["bias"] = flat_batch("bias", array("bias", bias), logits)
         if mask is not None:
             options["mask"] = flat_batch("mask", as_bool(array("mask", mask)), logits)
-        drops = not deterministic and dropout_rate > 0.0
+        drops = not deterministic and dropout_rate != 0.0
         if drops:
             check_dropout(dropout_rate, dropout_rng, ("dropout_rate", "dropout_rng"))
         if drops and not broadcast_dropout:
             options |= {"dropout_prob": dropout_rate, "dropout_rng": dropout_rng, "deterministic": False}
         shared = drops and broadcast_dropout
         query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
-        out = self.attend(query, key, value, return_weights=shared or module is not None, **options)
+        with renamed({"causal": "is_causal"}):
+            out = self.attend(query, key, value, return_weights=shared or module is not None, **options)
         output = out.attention_outputs
         if module is not None:
             _sow(module, out.attention_weights.astype(output.dtype).reshape(*batch, *out.attention_weights.shape[1:]))  # type: ignore[union-attr]

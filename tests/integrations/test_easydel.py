@@ -270,6 +270,8 @@ def test_what_is_refused():
         ((q[0, 0], k, v), {}, ValueError, r"query has shape \(4, 8\); allowed is \[batch, length, heads, dim\]"),
         ((q, k, None), {}, TypeError, "value must be an array, found NoneType"),
         ((q, k, v), {"attn_mechanism": ["flash"]}, TypeError, r"attn_mechanism is \['flash'\]; allowed is one name"),
+        ((q, k, v), {"dropout_prob": "x", "deterministic": False}, ValueError, "dropout_prob is x; allowed is 0 <= p < 1"),
+        ((q, k[:, :, :0], v[:, :, :0]), {"softmax_aux": jnp.ones(0)}, ValueError, "there must be at least one head"),
         ((q, k, v), {"metadata": {}}, TypeError, "metadata must be an OperationMetadata, found dict"),
         (one, {"cache_view": object()}, TypeError, "cache_view is a object without indexs: it reads a paged cache"),
         (qkv(T=3, S=9), {"mask_info": baked}, ValueError, "causal with query length 3 and key length 9, and a mask_info whose"),
