@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -129,6 +130,39 @@ def compiling_for(device: DeviceProfile | JaxDevice | str) -> Iterator[DevicePro
 def is_assumed() -> bool:
     """Return whether `compiling_for` decides the device of a call that is planned now."""
     return _ASSUMED.value is not None
+
+
+_probes_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def cudnn_probes(device: DeviceProfile) -> Iterator[None]:
+    """Let JAX's cuDNN module take the machine for `device` inside: it asks for the version, and twice for the capability."""
+    if device.platform != "cuda":
+        yield
+        return
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    capability, version = device.compute_capability or (0, 0), (*(device.cudnn_version or ()), 0, 0, 0)[:3]
+    answers = {
+        "check_cudnn_version": lambda: version[0] * 10000 + version[1] * 100 + version[2],
+        "check_compute_capability": lambda minimum: capability >= version_tuple(minimum),
+        "is_cuda_compute_capability_equal": lambda wanted: capability == version_tuple(wanted),
+    }
+    with _probes_lock:
+        before = {name: getattr(cudnn, name) for name in answers}
+        try:
+            for name, answer in answers.items():
+                setattr(cudnn, name, answer)
+            yield
+        finally:
+            for name, probe in before.items():
+                setattr(cudnn, name, probe)
+
+
+def cudnn_of_assumed() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which JAX's cuDNN module takes the machine for the device of `compiling_for`, if there is one."""
+    return contextlib.nullcontext() if _ASSUMED.value is None else cudnn_probes(_ASSUMED.value)
 
 
 def _first_of(platform: str) -> JaxDevice:

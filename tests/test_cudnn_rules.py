@@ -16,10 +16,10 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 import attention_ops as ao
 from attention_ops import rules
+from attention_ops.device import cudnn_probes
 from attention_ops.kernels.cudnn import cudnn_attention, split
 from attention_ops.metadata import OperationMetadata
 from attention_ops.request import make_request
-from attention_ops.selftest.lowering import cudnn_probes
 
 PROFILES = [
     ao.DeviceProfile.named(name, cudnn_version=version)

@@ -191,3 +191,15 @@ def test_a_private_function_that_is_gone_is_a_reason(monkeypatch):
     assert "jax 0.11.0 has no jax._src.cudnn.fused_attention_stablehlo.dot_product_attention as it was" in _changed(
         monkeypatch, None
     )
+
+
+@pytest.mark.parametrize("device", ["a100", "h100"])
+def test_a_call_compiled_for_a_device_with_cudnn_lowers_to_its_kernels_on_a_machine_without(device):
+    query = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+
+    def loss(query):
+        return ao.attention(query, query, query, causal=True).attention_outputs.astype(jnp.float32).sum()
+
+    with ao.compiling_for(device):
+        text = jax.jit(jax.grad(loss)).trace(query).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__cudnn$fmha") == 2

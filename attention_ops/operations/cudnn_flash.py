@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
+from attention_ops.device import cudnn_of_assumed
 from attention_ops.features import Feature
 from attention_ops.kernels import cudnn
 from attention_ops.metadata import OperationMetadata
@@ -79,9 +80,10 @@ class CudnnFlash(OperationImpl):
         },
     )
     def forward_cuda(self, request: AttentionRequest) -> Float[Array, "B T H Dv"]:
-        return cudnn.cudnn_attention(
-            request.query, request.key, request.value, mask=request.mask, bias=request.bias, scale=request.scale
-        )
+        with cudnn_of_assumed():
+            return cudnn.cudnn_attention(
+                request.query, request.key, request.value, mask=request.mask, bias=request.bias, scale=request.scale
+            )
 
     @classmethod
     def estimate(cls, spec: RequestSpec, metadata: OperationMetadata) -> Estimate:

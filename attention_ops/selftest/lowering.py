@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
-import threading
-from collections.abc import Iterator
 from typing import Any
 
-from attention_ops.device import DeviceProfile
+from attention_ops.device import DeviceProfile, cudnn_probes
 
 _TYPE = r"tensor<([^>]*)>"
 _CALL = re.compile(r"stablehlo\.custom_call @([^\s(]+)\(([^)]*)\)(.*)")
@@ -78,35 +75,3 @@ def lowered(program: Any, arguments: tuple[Any, ...], device: DeviceProfile) -> 
     """
     with cudnn_probes(device):
         return program.trace(*arguments).lower(lowering_platforms=(device.platform,)).as_text()
-
-
-_probes_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def cudnn_probes(device: DeviceProfile) -> Iterator[None]:
-    """Let JAX's cuDNN module take the machine for `device` inside: it asks for the version, and twice for the capability."""
-    if device.platform != "cuda":
-        yield
-        return
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    capability, version = device.compute_capability or (0, 0), (*(device.cudnn_version or ()), 0, 0, 0)[:3]
-    answers = {
-        "check_cudnn_version": lambda: version[0] * 10000 + version[1] * 100 + version[2],
-        "check_compute_capability": lambda minimum: capability >= _pair(minimum),
-        "is_cuda_compute_capability_equal": lambda wanted: capability == _pair(wanted),
-    }
-    with _probes_lock:
-        before = {name: getattr(cudnn, name) for name in answers}
-        try:
-            for name, answer in answers.items():
-                setattr(cudnn, name, answer)
-            yield
-        finally:
-            for name, probe in before.items():
-                setattr(cudnn, name, probe)
-
-
-def _pair(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))

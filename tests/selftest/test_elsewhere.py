@@ -242,15 +242,15 @@ def test_products_outside_of_kernels():
 def test_the_probes_of_jax_are_put_back():
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    from attention_ops import DeviceProfile
+    from attention_ops.device import DeviceProfile, cudnn_probes
 
     before = cudnn.check_cudnn_version
     h100 = DeviceProfile.named("h100", cudnn_version=(9, 13, 2))
-    with lowering.cudnn_probes(h100):
+    with cudnn_probes(h100):
         assert cudnn.check_cudnn_version() == 91302
         assert [cudnn.check_compute_capability(c) for c in ("8.0", "9.0", "10.0")] == [True, True, False]
         assert cudnn.is_cuda_compute_capability_equal("9.0")
-        with lowering.cudnn_probes(dataclasses.replace(h100, compute_capability=(10, 3))):
+        with cudnn_probes(dataclasses.replace(h100, compute_capability=(10, 3))):
             assert cudnn.is_cuda_compute_capability_equal("10.3")
         assert not cudnn.is_cuda_compute_capability_equal("10.3")
     assert cudnn.check_cudnn_version is before
