@@ -146,6 +146,13 @@ def test_check_says_what_is_wrong_in_which_line_and_checks_the_others(cli, tmp_p
     assert "configs/gemma2_2b.yaml: ok" in result.stdout
 
 
+def test_check_refuses_a_route_that_is_not_there(cli, tmp_path):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("name: bad\nnum_layers: 1\nnum_heads: 4\nhead_dim: 8\nmax_length: 8\ncausal: true\noperation: flash/natve\n")
+    result = cli("config", "check", str(bad), code=1)
+    assert f"{bad}:7: operation: no route is named 'flash/natve'; flash has " in result.stderr
+
+
 def test_from_hf_to_the_terminal_and_to_a_file_that_check_accepts(cli, tmp_path):
     source, out = tmp_path / "config.json", tmp_path / "my model.yaml"
     source.write_text(json.dumps(LLAMA | {"some_new_key": 1}))
