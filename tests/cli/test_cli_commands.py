@@ -148,9 +148,10 @@ def test_check_says_what_is_wrong_in_which_line_and_checks_the_others(cli, tmp_p
 
 def test_check_refuses_a_route_that_is_not_there(cli, tmp_path):
     bad = tmp_path / "bad.yaml"
-    bad.write_text("name: bad\nnum_layers: 1\nnum_heads: 4\nhead_dim: 8\nmax_length: 8\ncausal: true\noperation: flash/natve\n")
+    fields = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "max_length": 8, "causal": "true"}
+    bad.write_text("".join(f"{key}: {value}\n" for key, value in {"name": "bad", **fields, "operation": "flash/natve"}.items()))
     result = cli("config", "check", str(bad), code=1)
-    assert f"{bad}:7: operation: no route is named 'flash/natve'; flash has " in result.stderr
+    assert f"{bad}:8: operation: no route is named 'flash/natve'; flash has " in result.stderr
 
 
 def test_from_hf_to_the_terminal_and_to_a_file_that_check_accepts(cli, tmp_path):
