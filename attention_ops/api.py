@@ -237,11 +237,23 @@ def _run(
     executable = _executable(chosen.implementation, chosen.route, metadata, chosen.block_sizes, chosen.way)
     try:
         return _execute(_marked(request, executable), executable)
+    except TypeError:
+        _refuse_shapes(request)
+        raise
     except ValueError as error:
-        found = elsewhere(error, {name: getattr(request, name) for name in _DIFFERENTIABLE}, metadata.mesh)
+        found = elsewhere(error, {argument: getattr(request, name) for name, argument in _ARGUMENTS.items()}, metadata.mesh)
         if found is None:
             raise
         raise found from error
+
+
+def _refuse_shapes(request: AttentionRequest) -> None:
+    for name, argument in {**_ARGUMENTS, "mask": "mask"}.items():
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree_util.tree_leaves(getattr(request, name))):
+            raise TypeError(
+                f"{argument} is a jax.ShapeDtypeStruct, which has no values; give arrays, or plan the call with "
+                "attention_ops.plan, or trace it with jax.eval_shape"
+            ) from None
 
 
 def _for_here(metadata: OperationMetadata, source: str) -> tuple[OperationMetadata, str]:
@@ -256,16 +268,17 @@ def _marked(request: AttentionRequest, executable: _Executable) -> AttentionRequ
     """Return the request, such that a derivative which the route has not is an error that says so."""
     if not _is_traced(request) or (subject := executable.subject(request.spec.dtype)).derivatives is Derivatives.ANY:
         return request
-    arrays = {name: getattr(request, name) for name in _DIFFERENTIABLE if getattr(request, name) is not None}
+    arrays = {name: getattr(request, name) for name in _ARGUMENTS if getattr(request, name) is not None}
     refuse_forward_mode(arrays.values(), subject)
     return dataclasses.replace(request, **marked(arrays, subject))
 
 
-_DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+_ARGUMENTS = {"query": "query", "key": "key", "value": "value", "bias": "bias", "sinks": "softmax_aux"}
+"""The arrays of a request that may be differentiated, and what a call names them."""
 
 
 def _is_traced(request: AttentionRequest) -> bool:
-    return any(isinstance(getattr(request, name), Tracer) for name in _DIFFERENTIABLE)
+    return any(isinstance(getattr(request, name), Tracer) for name in _ARGUMENTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +376,7 @@ def _with_names(
         query, key, value, bias, sinks = inputs
         return run(AttentionRequest(query, key, value, others[0], bias, sinks, others[1], spec))
 
-    inputs = tuple(getattr(request, name) for name in _DIFFERENTIABLE)
+    inputs = tuple(getattr(request, name) for name in _ARGUMENTS)
     return with_named_residuals(run_parts, subject, inputs, (request.mask, request.dropout_key))
 
 

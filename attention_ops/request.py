@@ -220,7 +220,8 @@ def make_request(query: Any, key: Any, value: Any, options: Mapping[str, Any], m
     given = _known_options(options)
     query, key, value = (_array(name, x, f"; {_LAYOUT}") for name, x in (("query", query), ("key", key), ("value", value)))
     sizes = _sizes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
-    dtype = _runtime_dtype(query.dtype, key.dtype, value.dtype, metadata.runtime_dtype, jax.config.jax_enable_x64)
+    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    dtype = _runtime_dtype(query.dtype, key.dtype, value.dtype, metadata.runtime_dtype, x64)
     softmax_dtype = metadata.softmax_dtype or np.promote_types(dtype, np.float32)
     B, T, S, H, _, _, _ = sizes
     mask = _mask(given, B, T, S, H)
@@ -560,7 +561,8 @@ def _dropout(given: dict[str, Any]) -> tuple[float, Any]:
 def _random_key(key: Any) -> Any:
     dtype, shape = getattr(key, "dtype", None), tuple(getattr(key, "shape", ()))
     is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-    if not is_new and not (dtype == np.uint32 and shape == _raw_key_shape(jax.config.jax_default_prng_impl)):
+    implementation = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]
+    if not is_new and not (dtype == np.uint32 and shape == _raw_key_shape(implementation)):
         found = type(key).__name__ if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(f"dropout_rng must be one jax.random key, found {found}; make it with jax.random.key(seed)")
     return key

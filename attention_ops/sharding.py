@@ -99,9 +99,10 @@ def over_context(metadata: OperationMetadata, is_traced: bool) -> OperationMetad
     Raises:
         ValueError: the mesh is empty, has no devices, or is another than the one around the call.
     """
-    mesh, context = metadata.mesh, jax.sharding.get_abstract_mesh()
+    mesh = metadata.mesh
     if mesh is None:
         return metadata
+    context = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(
             "metadata.mesh has no axes, as jax.sharding.get_abstract_mesh() outside of jax.set_mesh; allowed are None and a mesh "

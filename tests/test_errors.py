@@ -586,6 +586,12 @@ ROWS = [
         "block_sizes.q is 0; allowed is an integer of 1 or more, or None to choose",
     ),
     Row(
+        lambda s: call(bias=jax.ShapeDtypeStruct((1, 1, 4, 4), jnp.float32)),
+        TypeError,
+        "bias is a jax.ShapeDtypeStruct, which has no values; give arrays, or plan the call with attention_ops.plan, or trace "
+        "it with jax.eval_shape",
+    ),
+    Row(
         lambda s: ao.plan("auto", *QKV, device=3),
         TypeError,
         "device is 3; allowed are a name as 'a100', a DeviceProfile, a device of JAX, and None",
