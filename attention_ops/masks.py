@@ -715,7 +715,7 @@ class Dense(Mask):
 
     def tile(self, at: Tile) -> Bool[Array, "h rows cols"]:
         array = self._traced()
-        sizes = tuple(min(n, size) for n, size in zip(array.shape, (1, at.heads, at.rows, at.cols), strict=True))
+        sizes = (1, *map(min, array.shape[1:], (at.heads, at.rows, at.cols)))
         return slice_within(array, (at.batch, at.head, at.row, at.col), sizes)[0]
 
     def __str__(self) -> str:

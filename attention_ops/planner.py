@@ -7,6 +7,8 @@ import functools
 import sys
 from typing import Any
 
+from jax.export import is_symbolic_dim
+
 from attention_ops import registry, tuning, verdicts
 from attention_ops.device import BACKENDS, DeviceProfile
 from attention_ops.errors import NoRouteError, UnknownOperationError
@@ -50,7 +52,7 @@ class Plan:
         decisions: every candidate route in order.
         block_sizes: what the route is given: those of the metadata, else tuned ones, else None for the kernel to choose.
         notes: remarks on the choice, among them where the name came from.
-        estimate: flops and temporary bytes of the forward, where the operation states them.
+        estimate: flops and temporary bytes of the forward, where the operation states them and the batch size is a number.
         spec: the facts of the request; with a mesh, of one device's part of it.
         way: over a sequence axis of the mesh, see `sharding`: the one that was planned with.
     """
@@ -220,6 +222,7 @@ def _make_plan(
         raise NoRouteError("\n".join([headline, *lines]), tuple(decisions))
     operation, route, local, way = chosen
     sizes, remarks = _tuned_sizes(route, local, metadata, device, tuned)
+    with_sizes = dataclasses.replace(metadata, block_sizes=sizes)
     return Plan(
         requested=requested,
         operation=operation.name,
@@ -228,7 +231,7 @@ def _make_plan(
         decisions=tuple(decisions),
         block_sizes=sizes,
         notes=(*_notes(spec, metadata, source, way), *remarks, *device.notes),
-        estimate=operation.estimate(local, dataclasses.replace(metadata, block_sizes=sizes)),
+        estimate=None if is_symbolic_dim(local.B) else operation.estimate(local, with_sizes),
         spec=local,
         implementation=operation,
         way=way,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from attention_ops import integers
@@ -325,6 +326,12 @@ def _sizes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...])
     for name, shape in (("query", query), ("key", key), ("value", value)):
         if len(shape) != 4:
             raise ValueError(f"{name} has {len(shape)} dimensions, allowed are 4; found {shapes}; {_LAYOUT}")
+        for axis, size in zip(("length", "number of heads", "head dim"), shape[1:], strict=True):
+            if is_symbolic_dim(size):
+                raise TypeError(
+                    f"{name} has the symbolic {axis} {size}; of {name} {shape} only the batch size may be symbolic: "
+                    f"export once for each {axis}"
+                )
     B, T, H, D = query
     _, S, K, _ = key
     Dv = value[3]

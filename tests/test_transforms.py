@@ -678,6 +678,52 @@ def test_the_output_of_a_route_in_plain_operations_is_named_too(op, capsys):
     assert capsys.readouterr().out.count(OUTPUT_NAME) == 1
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(T, T), (1, 12)], ids=["prefill", "decoding"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_an_exported_call_may_leave_the_batch_size_open(op, rows, keys):
+    """The same name of a dimension, in another scope each time, does not meet itself in a cache."""
+
+    def inputs_of(batch: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        rng = np.random.default_rng(batch)
+        shapes = {"query": (rows, H, D), "key": (keys, K, D), "value": (keys, K, D), "bias": (1, rows, keys)}
+        inputs = {name: rng.standard_normal((batch, *shape)).astype(np.float32) for name, shape in shapes.items()}
+        data = {"mask": rng.random((batch, 1, rows, keys)) < 0.7, "kv_lengths": rng.integers(1, keys, batch).astype(np.int32)}
+        if op == "sdpa":
+            del inputs["bias"], data["mask"], data["kv_lengths"]
+        return inputs, data
+
+    def loss(inputs: Any, data: Any) -> Any:
+        output = ao.attention(**inputs, **data, causal=True, impl=op, metadata=SILENT).attention_outputs
+        return jnp.sum(output), output
+
+    (b,) = jax.export.symbolic_shape("b")
+    open_shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), inputs_of(2))
+    assert ao.plan(op, **open_shapes[0], **open_shapes[1], causal=True, metadata=SILENT).estimate is None
+    stored = jax.export.export(jax.jit(jax.grad(loss, has_aux=True)))(*open_shapes)
+    for batch in (1, 3):
+        inputs, data = inputs_of(batch)
+        bias = {"bias": inputs["bias"]} if "bias" in inputs else {}
+        law = reference.attention(inputs["query"], inputs["key"], inputs["value"], {"causal": True, **bias, **data})
+        found, output = stored.call(inputs, data)
+        agree(output, law.output)
+        gradients = law.gradients(np.ones_like(law.output))
+        agree(found, {name: getattr(gradients, name) for name in inputs})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axis"),
+    [("query", "2, n, 4, 8", "length"), ("key", "2, 4, n, 8", "number of heads"), ("value", "2, 4, 4, n", "head dim")],
+)
+def test_no_other_size_may_be_left_open(name, shape, axis):
+    shapes = dict.fromkeys(("query", "key", "value"), (2, 4, 4, 8)) | {name: jax.export.symbolic_shape(shape)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    with pytest.raises(TypeError) as error:
+        ao.plan("vanilla", **arrays)
+    assert str(error.value) == (
+        f"{name} has the symbolic {axis} n; of {name} ({shape}) only the batch size may be symbolic: export once for each {axis}"
+    )
+
+
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + table() + rest.partition(END)[2])

@@ -42,7 +42,7 @@ class BlockwiseSettings:
     skip_by_data: bool
     softmax_dtype: np.dtype
 
-    def shape(self, query: tuple[int, ...], key: tuple[int, ...], *, is_backward: bool = False) -> Shape:
+    def shape(self, query: tuple[Any, ...], key: tuple[Any, ...], *, is_backward: bool = False) -> Shape:
         (_, T, H, D), (_, S, K, _) = query, key
         sizes = block_sizes(T, S, H, K, D, self.block_q, self.block_kv, is_backward=is_backward)
         return Shape.of(query, key, *sizes, _BACKWARD_CELLS if is_backward else _FORWARD_CELLS)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from attention_ops.kernels.tile_work import tile_kinds
@@ -22,9 +23,12 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a call in tiles. A unit of work is `heads` key/value heads of one batch row, with their G query heads each."""
+    """Sizes of a call in tiles. A unit of work is `heads` key/value heads of one batch row, with their G query heads each.
 
-    B: int
+    B may be a symbolic dimension of `jax.export`.
+    """
+
+    B: Any
     T: int
     S: int
     K: int
@@ -34,7 +38,7 @@ class Shape:
     heads: int
 
     @staticmethod
-    def of(query: tuple[int, ...], key: tuple[int, ...], block_q: int, block_kv: int, most_cells: int) -> Shape:
+    def of(query: tuple[Any, ...], key: tuple[Any, ...], block_q: int, block_kv: int, most_cells: int) -> Shape:
         """Return the sizes for arrays [B, T, H, D] and [B, S, K, D], with heads taken together up to `most_cells` logits."""
         B, T, H, _ = query
         _, S, K, _ = key
@@ -100,7 +104,7 @@ class Work(NamedTuple):
         return state
 
 
-def _within(index: Any, size: int) -> Any:
+def _within(index: Any, size: Any) -> Any:
     return 0 if size == 1 else index
 
 
@@ -157,6 +161,9 @@ def _paired(visible: Any, xp: Any) -> tuple[Any, Any]:
 
 def units(shape: Shape) -> tuple[Array, Array]:
     """Return the indices (batch, unit) of all units of work."""
+    if is_symbolic_dim(shape.B):
+        index = jnp.arange(shape.B * shape.units, dtype=jnp.int32)
+        return index // shape.units, index % shape.units
     grid = np.indices((shape.B, shape.units), dtype=np.int32)
     return tuple(jnp.asarray(axis.reshape(-1)) for axis in grid)  # type: ignore[return-value]
 
@@ -367,7 +374,7 @@ def _pad_bias(bias: Array, shape: Shape) -> Array:
 def _bias_window(bias: Array, at: Tile) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Return where a tile lies in a bias: starts and sizes, 0 and 1 on the axes it broadcasts."""
     starts = starts_within(bias.shape, (at.batch, at.head, at.row, at.col))
-    return starts, tuple(min(n, size) for n, size in zip(bias.shape, (1, at.heads, at.rows, at.cols), strict=True))
+    return starts, (1, *map(min, bias.shape[1:], (at.heads, at.rows, at.cols)))
 
 
 def bias_tile(bias: Array, at: Tile) -> Array:
