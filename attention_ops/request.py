@@ -417,11 +417,15 @@ def _data_masks(given: dict[str, Any], T: int, S: int) -> list[Mask]:
 def _window(window: Any) -> Window | None:
     if window is None:
         return None
-    if isinstance(window, tuple | list):
-        if len(window) != 2:
-            raise ValueError(f"sliding_window has {len(window)} numbers; allowed is (left, right) or one int for both")
-        return Window(*window)
-    return Window(window, window)
+    sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(f"sliding_window has {len(sides)} numbers; allowed is (left, right) or one int for both")
+    # Only those are looked up in a cache that are told apart there: True and 1.0 are equal to 1.
+    make = _window_of if all(side is None or type(side) is int for side in sides) else Window
+    return make(*sides)
+
+
+_window_of = functools.lru_cache(maxsize=1024)(Window)
 
 
 def as_mask(mask: Any) -> Mask:
