@@ -283,9 +283,11 @@ def _expand(
 def _split(spec: RequestSpec, metadata: OperationMetadata, way: str) -> tuple[RequestSpec, ValueError | None]:
     """Return one device's part; or the whole request, and why it is not to be split that way."""
     try:
-        return local_spec(spec, metadata, way), None
+        if metadata.mesh is not None:
+            layout(spec, metadata, way)
     except ValueError as error:
         return spec, error
+    return local_spec(spec, metadata, way), None
 
 
 def _candidates(
