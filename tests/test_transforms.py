@@ -678,8 +678,7 @@ def test_the_output_of_a_route_in_plain_operations_is_named_too(op, capsys):
     assert capsys.readouterr().out.count(OUTPUT_NAME) == 1
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(T, T), (1, 12)], ids=["prefill", "decoding"])
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize(("op", "rows", "keys"), [*((op, T, T) for op in OPERATIONS), ("flash", 1, 12)])
 def test_an_exported_call_may_leave_the_batch_size_open(op, rows, keys):
     """The same name of a dimension, in another scope each time, does not meet itself in a cache."""
 
