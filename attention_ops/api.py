@@ -241,19 +241,25 @@ def _run(
         _refuse_shapes(request)
         raise
     except ValueError as error:
-        found = elsewhere(error, {argument: getattr(request, name) for name, argument in _ARGUMENTS.items()}, metadata.mesh)
+        found = elsewhere(error, list(_given(request)), metadata.mesh)
         if found is None:
             raise
         raise found from error
 
 
 def _refuse_shapes(request: AttentionRequest) -> None:
-    for name, argument in {**_ARGUMENTS, "mask": "mask"}.items():
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree_util.tree_leaves(getattr(request, name))):
+    for argument, leaf in _given(request):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
                 f"{argument} is a jax.ShapeDtypeStruct, which has no values; give arrays, or plan the call with "
                 "attention_ops.plan, or trace it with jax.eval_shape"
             ) from None
+
+
+def _given(request: AttentionRequest) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of a request, each with the name of the argument that a call gives it by."""
+    for name, argument in {**_ARGUMENTS, "mask": "mask", "dropout_key": "dropout_rng"}.items():
+        yield from ((argument, leaf) for leaf in jax.tree_util.tree_leaves(getattr(request, name)))
 
 
 def _for_here(metadata: OperationMetadata, source: str) -> tuple[OperationMetadata, str]:

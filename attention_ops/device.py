@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib.metadata
 import os
 import platform
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -132,32 +132,43 @@ def is_assumed() -> bool:
     return _ASSUMED.value is not None
 
 
-_probes_lock = threading.RLock()
+_PROBED: contextvars.ContextVar[DeviceProfile | None] = contextvars.ContextVar("attention_ops.cudnn_probes", default=None)
 
 
 @contextlib.contextmanager
 def cudnn_probes(device: DeviceProfile) -> Iterator[None]:
-    """Let JAX's cuDNN module take the machine for `device` inside: it asks for the version, and twice for the capability."""
+    """Let JAX's cuDNN module take the machine for `device` inside, in this thread: it asks for version and capability."""
     if device.platform != "cuda":
         yield
         return
+    _install_probes()
+    token = _PROBED.set(device)
+    try:
+        yield
+    finally:
+        _PROBED.reset(token)
+
+
+@functools.cache
+def _install_probes() -> None:
+    """Put functions in the place of JAX's that answer for the device of `cudnn_probes`, and outside of it as those do."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    capability, version = device.compute_capability or (0, 0), (*(device.cudnn_version or ()), 0, 0, 0)[:3]
-    answers = {
-        "check_cudnn_version": lambda: version[0] * 10000 + version[1] * 100 + version[2],
-        "check_compute_capability": lambda minimum: capability >= version_tuple(minimum),
-        "is_cuda_compute_capability_equal": lambda wanted: capability == version_tuple(wanted),
+    def version(device: DeviceProfile) -> int:
+        major, minor, patch = (*(device.cudnn_version or ()), 0, 0, 0)[:3]
+        return major * 10000 + minor * 100 + patch
+
+    answers: dict[str, Callable[..., Any]] = {
+        "check_cudnn_version": version,
+        "check_compute_capability": lambda device, minimum: (device.compute_capability or (0, 0)) >= version_tuple(minimum),
+        "is_cuda_compute_capability_equal": lambda device, wanted: device.compute_capability == version_tuple(wanted),
     }
-    with _probes_lock:
-        before = {name: getattr(cudnn, name) for name in answers}
-        try:
-            for name, answer in answers.items():
-                setattr(cudnn, name, answer)
-            yield
-        finally:
-            for name, probe in before.items():
-                setattr(cudnn, name, probe)
+
+    def answering(own: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(own)(lambda *asked: own(*asked) if (device := _PROBED.get()) is None else answer(device, *asked))
+
+    for name, answer in answers.items():
+        setattr(cudnn, name, answering(getattr(cudnn, name), answer))
 
 
 def cudnn_of_assumed() -> contextlib.AbstractContextManager[None]:

@@ -20,11 +20,11 @@ FAR = 2**29
 
 def position(name: str, value: Any) -> Any:
     """Return a position, or an array or a `jax.ShapeDtypeStruct` of positions, `near`; TypeError for what are no integers."""
-    if hasattr(value, "dtype") or isinstance(value, list | tuple):
+    if value is None or (isinstance(value, int | float | str) and not isinstance(value, np.generic)):
+        found, is_integer = type(value).__name__, isinstance(value, int) and not isinstance(value, bool)
+    else:
         value = array_of(name, value)
         found, is_integer = value.dtype, jnp.issubdtype(value.dtype, jnp.integer)
-    else:
-        found, is_integer = type(value).__name__, isinstance(value, int) and not isinstance(value, bool)
     if not is_integer:
         raise TypeError(f"{name} must be an integer or an integer array, found {found}; cast an array with .astype('int32')")
     value = near(value)

@@ -77,6 +77,11 @@ class OperationMetadata:
                 f"mesh is {self.mesh!r}; allowed are a jax.sharding.Mesh or AbstractMesh, and None; jax.make_mesh makes one of "
                 "the sizes and names of its axes"
             )
+        if self.mesh is not None and self.mesh.empty:
+            raise ValueError(
+                "mesh has no axes, as jax.sharding.get_abstract_mesh() outside of jax.set_mesh; allowed are None and a mesh of "
+                "devices, which jax.make_mesh makes"
+            )
         put("partition_axis", _partition_axis(self.partition_axis))
         if self.backend is not None and self.backend not in BACKEND_NAMES:
             raise ValueError(f"backend is {self.backend!r}; allowed are None, {', '.join(BACKEND_NAMES)}")

@@ -219,15 +219,15 @@ def make_request(query: Any, key: Any, value: Any, options: Mapping[str, Any], m
         ValueError: shapes that do not fit each other, an option out of its range, a causal call that needs a query_offset.
     """
     given = _known_options(options)
-    query, key, value = (_array(name, x, f"; {_LAYOUT}") for name, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (_state(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     sizes = _sizes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     dtype = _runtime_dtype(query.dtype, key.dtype, value.dtype, metadata.runtime_dtype, x64)
     softmax_dtype = metadata.softmax_dtype or np.promote_types(dtype, np.float32)
     B, T, S, H, _, _, _ = sizes
     mask = _mask(given, B, T, S, H)
-    bias = _within(softmax_dtype, _bias(given["bias"], B, H, T, S))
-    sinks = _within(softmax_dtype, _sinks(given["softmax_aux"], H))
+    bias = _bias(given["bias"], B, H, T, S, softmax_dtype)
+    sinks = _sinks(given["softmax_aux"], H, softmax_dtype)
     probability, dropout_key = _dropout(given)
     spec = _spec(
         sizes,
@@ -314,8 +314,8 @@ def _known_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _array(name: str, value: Any, hint: str = "") -> Any:
-    value = array_of(name, value, hint)
+def _state(name: str, value: Any) -> Any:
+    value = array_of(name, value, f"; {_LAYOUT}")
     return jnp.asarray(value) if isinstance(value, np.ndarray) else value
 
 
@@ -500,12 +500,13 @@ def default_offset(T: int, S: int) -> int:
     )
 
 
-def _bias(bias: Any, B: int, H: int, T: int, S: int) -> Any:
+def _bias(bias: Any, B: int, H: int, T: int, S: int, dtype: np.dtype) -> Any:
     if bias is None:
         return None
-    bias = _array("bias", bias)
+    bias = array_of("bias", bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating, found {bias.dtype}; a boolean mask goes into mask=")
+    bias = _within(dtype, bias)
     shape = tuple(bias.shape)
     if bias.ndim == 2:
         bias = reshaped(bias, (1, 1, *shape))
@@ -523,17 +524,21 @@ def _bias(bias: Any, B: int, H: int, T: int, S: int) -> Any:
 
 def _within(dtype: np.dtype, x: Any) -> Any:
     """Return a bias or sinks of a wider dtype in that in which they are added: its largest number for what it cannot hold."""
-    if x is None or x.dtype.itemsize <= dtype.itemsize:
-        return x
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, dtype)
-    return _cast_within(x, dtype)
+    if x.dtype.itemsize > dtype.itemsize:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, dtype)
+        return _cast_within(x, dtype) if isinstance(x, jax.Array) else jnp.asarray(_clipped(x, dtype, np))
+    return x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
+
+
+def _clipped(x: Any, dtype: np.dtype, xp: Any) -> Any:
+    largest = float(jnp.finfo(dtype).max)
+    return xp.where(xp.isinf(x), x, xp.clip(x, -largest, largest)).astype(dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _cast_within(x: Array, dtype: np.dtype) -> Array:
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest)).astype(dtype)
+    return _clipped(x, dtype, jnp)
 
 
 @_cast_within.defjvp
@@ -542,12 +547,13 @@ def _(dtype: np.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[A
     return _cast_within(*primals, dtype), tangents[0].astype(dtype)
 
 
-def _sinks(sinks: Any, H: int) -> Any:
+def _sinks(sinks: Any, H: int, dtype: np.dtype) -> Any:
     if sinks is None:
         return None
-    sinks = _array("softmax_aux", sinks)
+    sinks = array_of("softmax_aux", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"softmax_aux must be floating, found {sinks.dtype}; cast with .astype('float32')")
+    sinks = _within(dtype, sinks)
     shape = tuple(sinks.shape)
     n = shape[-1] if len(shape) == 2 else 1
     if n == 0 or not (shape == (H,) or (len(shape) == 2 and shape[0] in (1, H))):

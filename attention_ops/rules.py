@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from attention_ops.device import DeviceProfile, dotted
 from attention_ops.features import Feature
@@ -278,16 +279,19 @@ class ValueHeadDim:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoFloat8:
-    """The runtime dtype is no 8-bit float: their products need a scaling factor per tensor, which no request has."""
+class StaticBatch:
+    """The batch size is a number, not a symbolic dimension of `jax.export`; where `beside_data`, if the mask is run-time data."""
+
+    beside_data: bool = False
 
     def check(self, spec: RequestSpec, metadata: OperationMetadata, device: DeviceProfile) -> Reason | None:
-        if not str(spec.dtype).startswith("float8"):
+        if not is_symbolic_dim(spec.B) or (self.beside_data and (spec.mask is None or spec.mask.is_static)):
             return None
-        return Reason(f"dtype {spec.dtype} needs a scaling factor for each tensor, which a request does not have")
+        beside = " beside a mask of run-time data" if self.beside_data else ""
+        return Reason(f"batch size {spec.B} is symbolic{beside}, the kernel needs a number", "export once for each batch size")
 
     def describe(self) -> str:
-        return "no 8-bit floats"
+        return f"batch size is a number{' if the mask is run-time data' if self.beside_data else ''}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,17 +97,12 @@ def over_context(metadata: OperationMetadata, is_traced: bool) -> OperationMetad
     """Return the metadata with a mesh that a call can run over: an abstract one stands for that of `jax.set_mesh`, if alike.
 
     Raises:
-        ValueError: the mesh is empty, has no devices, or is another than the one around the call.
+        ValueError: the mesh has no devices, or is another than the one around the call.
     """
     mesh = metadata.mesh
     if mesh is None:
         return metadata
     context = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ValueError(
-            "metadata.mesh has no axes, as jax.sharding.get_abstract_mesh() outside of jax.set_mesh; allowed are None and a mesh "
-            "of devices, which jax.make_mesh makes"
-        )
     if context.empty:
         if isinstance(mesh, AbstractMesh) and not is_traced:
             raise ValueError(
@@ -127,14 +122,14 @@ def _axes_and_types(mesh: Any) -> tuple[Any, ...]:
     return tuple(mesh.shape.items()), mesh.axis_types
 
 
-def elsewhere(error: ValueError, arrays: Mapping[str, Any], mesh: Any) -> ValueError | None:
+def elsewhere(error: ValueError, arrays: Sequence[tuple[str, Any]], mesh: Any) -> ValueError | None:
     """Return JAX's error of arrays that are committed to other devices than those of the mesh in words of the call, or None."""
     if not str(error).startswith("Received incompatible devices") or "context mesh" in str(error) or not isinstance(mesh, Mesh):
         return None
     devices = list(mesh.devices.flat)
-    placed = {name: x for name, x in arrays.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed}
-    others = [name for name, x in placed.items() if x.devices() != set(devices)] or list(placed)
-    name, where = (others[0], placed[others[0]].sharding) if others else ("an array of the call", "other devices")
+    placed = [(name, x) for name, x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed]
+    others = [(name, x.sharding) for name, x in placed if x.devices() != set(devices)] or [(n, x.sharding) for n, x in placed]
+    name, where = (*others, ("an array of the call", "other devices"))[0]
     return ValueError(
         f"{name} is committed to {where}, and metadata.mesh has the devices {devices}; allowed are arrays on these, in their "
         "order, and uncommitted ones: jax.device_put(array, NamedSharding(mesh, PartitionSpec()))"

@@ -12,7 +12,7 @@ from attention_ops.kernels.pallas_gpu_blocks import most_shared_memory
 from attention_ops.metadata import OperationMetadata
 from attention_ops.operation import Estimate, OperationImpl, forward
 from attention_ops.request import AttentionOutput, AttentionRequest, RequestSpec
-from attention_ops.rules import ComputeCapability, Dtypes, HeadDim, On, SharedMemory, SoftmaxDtype
+from attention_ops.rules import ComputeCapability, Dtypes, HeadDim, On, SharedMemory, SoftmaxDtype, StaticBatch
 
 HESSIAN_OF_WIDE = {"float32": Derivatives.HESSIAN, "float64": Derivatives.HESSIAN}
 """Of 16-bit floats the kernel moves the bits as integers, which have no derivative."""
@@ -53,6 +53,7 @@ class TiledAttention(OperationImpl):
             Dtypes(("bfloat16", "float16", "float32")),
             SoftmaxDtype(),
             HeadDim(maximum=256),
+            StaticBatch(),
             SharedMemory(most_shared_memory),
         ),
         interpretable=True,

@@ -468,7 +468,7 @@ ROWS = [
     Row(
         lambda s: call(softmax_aux=np.ones(4, int)),
         TypeError,
-        "softmax_aux must be floating, found int32; cast with .astype('float32')",
+        "softmax_aux must be floating, found int64; cast with .astype('float32')",
     ),
     Row(
         lambda s: call(softmax_aux=np.ones(3, "f")),

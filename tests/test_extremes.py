@@ -52,6 +52,41 @@ def test_float64_sinks_that_float32_cannot_hold_take_all_or_nothing(op):
     np.testing.assert_allclose(found, reference.attention(*arrays, {"softmax_aux": sinks}).output, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_bias_of_numpy_is_held_to_what_float32_has_before_jax_casts_it(x64):
+    bias = np.where(np.tri(5, dtype=bool), 0.5, LOWEST)
+    bias[0] = LOWEST
+    with jax.enable_x64(x64):
+        arrays = _arrays(5)
+        found = ao.attention(*arrays, impl="vanilla", bias=bias, softmax_aux=np.array([1.0, -np.inf])).attention_outputs
+    law = reference.attention(*arrays, {"bias": bias.clip(np.finfo(np.float32).min), "softmax_aux": np.array([1.0, -np.inf])})
+    np.testing.assert_allclose(found, law.output, atol=1e-5)
+
+
+class Parameter:
+    """As those of Flax and Keras: numpy and JAX can both read it."""
+
+    def __init__(self, value: jax.Array):
+        self.value, self.is_copied = value, False
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.is_copied = True
+        return np.asarray(self.value, dtype)
+
+
+def test_parameters_of_other_libraries_stay_on_their_devices():
+    query, key, value = _arrays(5)
+    given = {"query": query, "key": key, "value": value, "bias": query[0, :, 0, :5], "query_offset": jnp.int32(2)}
+    expected = ao.attention(**given, causal=True).attention_outputs
+    held = {name: Parameter(x) for name, x in given.items()}
+    np.testing.assert_array_equal(ao.attention(**held, causal=True).attention_outputs, expected)
+    assert not any(one.is_copied for one in held.values())
+
+
 def test_float64_counts_where_jax_has_it_whatever_was_called_before():
     shapes = [jax.ShapeDtypeStruct((1, 4, 2, 8), np.float64)] * 3
     assert ao.plan("vanilla", *shapes).spec.dtype == np.float32

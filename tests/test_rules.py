@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ def profile(name: str, **changes: Any) -> ao.DeviceProfile:
 GPU, SPLASH, TPU = ("blocksparse/gpu", "flash/gpu"), ("blocksparse/tpu",), ("flash/tpu",)
 CUDNN, SDPA = ("cudnn_flash/cuda",), ("sdpa/native",)
 IDS = {"q_segment_ids": struct(1, 256)}
+(OPEN,) = jax.export.symbolic_shape("b")
 GB300 = ao.DeviceProfile("gb300", "cuda", (10, 3), cudnn_version=(9, 10, 1))
 PAD = "pad both to one head_dim with softmax_scale stated"
 EVEN = "pad by one and pass q_lengths and kv_lengths, or pass differentiable=False"
@@ -125,6 +127,20 @@ LIMITS = (
         "dtype float16 is not one of bfloat16, float32 (set runtime_dtype=bfloat16)",
         {"dtype": "float16"},
         {"dtype": "float32"},
+    ),
+    Limit(
+        (*GPU, *TPU),
+        rules.StaticBatch,
+        "batch size b is symbolic, the kernel needs a number (export once for each batch size)",
+        {"B": OPEN},
+        {"B": 2},
+    ),
+    Limit(
+        SPLASH,
+        rules.StaticBatch,
+        "batch size b is symbolic beside a mask of run-time data, the kernel needs a number (export once for each batch size)",
+        {"B": OPEN, "mask": struct(256, 256, dtype="bool")},
+        {"B": OPEN, "causal": True},
     ),
     Limit((*SPLASH, *TPU), rules.HeadDim, "head_dim 513 > 512, the limit", {"D": 513}, {"D": 512}),
     Limit((*SPLASH, *TPU), rules.HeadDim, "value head_dim 513 > 512, the limit", {"Dv": 513}, {"Dv": 512}),
@@ -253,13 +269,6 @@ LIMITS = (
         "dtype float32 is not one of bfloat16, float16 (set runtime_dtype=bfloat16)",
         {"dtype": "float32"},
         {"dtype": "float16"},
-    ),
-    Limit(
-        CUDNN,
-        rules.NoFloat8,
-        "dtype float8_e4m3fn needs a scaling factor for each tensor, which a request does not have",
-        {"runtime_dtype": "float8_e4m3fn"},
-        beside=(rules.Dtypes,),
     ),
     Limit(
         CUDNN,
@@ -416,7 +425,6 @@ ALONE = [
         {"Dv": 32, "device": "h100"},
         f"value head_dim 32 != head_dim 64 with cuDNN not found, 9.10 is needed (upgrade nvidia-cudnn, or {PAD})",
     ),
-    (rules.NoFloat8(), {"runtime_dtype": "float8_e4m3fn"}, {}, "needs a scaling factor for each tensor"),
     (rules.Requires("no_such_package", "it"), {}, None, "the package no_such_package is not installed (pip install it)"),
     (
         rules.RequiresAttribute("no_such_package", "x", "a kernel", ao.Feature.CAUSAL, ao.Feature.BIAS),

@@ -296,7 +296,7 @@ def test_a_mesh_that_a_call_cannot_run_over_is_refused_in_our_words_and_an_abstr
     def call(mesh):
         return ao.attention(x, x, x, impl="vanilla", metadata=ao.OperationMetadata(mesh=mesh)).attention_outputs
 
-    with pytest.raises(ValueError, match=r"metadata.mesh has no axes, as jax.sharding.get_abstract_mesh\(\) outside of"):
+    with pytest.raises(ValueError, match=r"^mesh has no axes, as jax.sharding.get_abstract_mesh\(\) outside of"):
         call(jax.sharding.get_abstract_mesh())
     abstract = jax.sharding.AbstractMesh((1,), ("sp",))
     with pytest.raises(ValueError, match=r"metadata.mesh is AbstractMesh\(.*which has no devices to run on and is for planning"):

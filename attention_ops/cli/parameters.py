@@ -153,6 +153,8 @@ def load(module: str) -> None:
     folder, name = os.path.split(module.removesuffix(".py")) if is_file else ("", module)
     if is_file and not os.path.isfile(module):
         raise Refused(f"--load {module}: no such file")
+    if is_file and "." in name:
+        raise Refused(f"--load {module}: a module's name has no dot, and {name!r} has one; rename it")
     try:
         holder = _holder(name, module if is_file else None)
         if holder is None:

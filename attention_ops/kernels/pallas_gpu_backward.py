@@ -179,6 +179,15 @@ def _tile_gradient(tiles: Tiles, query: Any, key: Any, value: Any, row: _Row, i:
     return _TileGradient(weights, d_logits, d_raw, visible)
 
 
+def _product_of_gradient(d_raw: Any, x: Any) -> Any:
+    """Multiply by queries or keys in their dtype; in float16, which may not hold the gradient, relative to each row's largest."""
+    if x.dtype != jnp.float16:
+        return product(d_raw.astype(x.dtype), x, 1, 0)
+    largest = jnp.max(jnp.abs(d_raw), axis=1)[:, None]
+    unit = jnp.where(largest > 0, largest, 1.0)
+    return product((d_raw / unit).astype(x.dtype), x, 1, 0) * unit
+
+
 def _query_kernel(operands: Operands, rows: Rows, d_query_ref: Any, *, geometry: Geometry, blocks: Blocks) -> None:
     g = geometry
     i, h, b = last_tile(g.T, blocks.q) - pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -195,7 +204,7 @@ def _query_kernel(operands: Operands, rows: Rows, d_query_ref: Any, *, geometry:
         found = _tile_gradient(tiles, query, key, value, row, i, j, partial)
         if found.visible is not None and g.hidden_keys:
             key = jnp.where(tiles.seen(found.visible), key, jnp.zeros((), key.dtype))
-        return d_query + product(found.d_raw.astype(key.dtype), key, 1, 0)
+        return d_query + _product_of_gradient(found.d_raw, key)
 
     d_query = jnp.zeros((blocks.q, padded(g.D)), jnp.float32)
     d_query = operands.work.loop(visit, edges(operands.work, b, h, i), d_query)
@@ -222,7 +231,7 @@ def _key_value_kernel(
             row = _rows_of_tile(rows, b, h, i, g, blocks)
             found = _tile_gradient(tiles, query, key, value, row, i, j, partial)
             d_value = d_value + product(found.weights.astype(value.dtype), row.d_output, 1, 0)
-            return d_key + product(found.d_raw.astype(query.dtype), query, 1, 0), d_value
+            return d_key + _product_of_gradient(found.d_raw, query), d_value
 
         return operands.work.loop(visit, edges(operands.work, b, h, j), state)
 

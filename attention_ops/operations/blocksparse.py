@@ -12,6 +12,7 @@ from attention_ops.rules import (
     HeadDim,
     PrivateFunction,
     SoftmaxDtype,
+    StaticBatch,
     TpuBlocks,
 )
 from attention_ops.tiled import TiledAttention
@@ -36,6 +37,7 @@ class BlockSparse(TiledAttention):
             Dtypes(("bfloat16", "float32")),
             SoftmaxDtype(),
             HeadDim(maximum=512),
+            StaticBatch(beside_data=True),
             TpuBlocks(TILE_BYTES),
             *(PrivateFunction(f"{KERNELS}.{name}", parameters) for name, parameters in PRIVATE.items()),
         ),

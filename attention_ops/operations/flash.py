@@ -16,6 +16,7 @@ from attention_ops.rules import (
     PrivateFunction,
     RequiresAttribute,
     SoftmaxDtype,
+    StaticBatch,
     TpuBlocks,
 )
 from attention_ops.tiled import TiledAttention
@@ -39,6 +40,7 @@ class Flash(TiledAttention):
             Dtypes(("bfloat16", "float32")),
             SoftmaxDtype(),
             HeadDim(maximum=512),
+            StaticBatch(),
             TpuBlocks(TILE_BYTES, "float32"),
             MaskInKernel(),
             OnlyBeside(Feature.GQA, Feature.BIAS, "the kernel would need keys and values repeated for each query head"),

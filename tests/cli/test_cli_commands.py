@@ -104,6 +104,10 @@ def test_a_file_with_the_name_of_another_module_is_refused(refused, registry, tm
         expected = f"Error: --load {file}: the name {name!r} belongs to {holder}; rename your file"
         assert refused(command, "--load", str(file)) == expected
     assert "the name 'queue' belongs to a module of Python" in refused(command, "--load", "queue")
+    dotted = tmp_path / "my.kern.py"
+    dotted.touch()
+    expected = f"Error: --load {dotted}: a module's name has no dot, and 'my.kern' has one; rename it"
+    assert refused(command, "--load", str(dotted)) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from attention_ops.device import compiling_for
 from attention_ops.kernels import pallas_gpu, pallas_gpu_blocks, pallas_gpu_tiles, tile_work
 from attention_ops.kernels.interpreter import interpreted
 from attention_ops.masks import Tiling
+from attention_ops.selftest import reference
 
 KERNELS = ["attention_forward", "attention_d_query", "attention_d_key_value"]
 DEVICES = {80: "a100", 90: "h100"}
@@ -157,6 +158,19 @@ def test_no_array_of_T_by_S_and_no_list_where_tiles_follow_each_other():
     assert len(calls) == 3
     for call in calls:  # four bounds for each tile of at least 16 rows or columns
         assert all(v.aval.size <= 4 * T // 16 for v in call.invars if v.aval.dtype == jnp.int32)
+
+
+def test_gradients_of_logits_that_float16_cannot_hold_reach_those_of_queries_and_keys():
+    rng = np.random.default_rng(0)
+    made = ((0.05, 20), (0.05, 4), (6, 4), (12000, 20))
+    q, k, v, cotangent = (jnp.asarray(size * rng.standard_normal((1, n, 2, 64)), jnp.float16) for size, n in made)
+    law = reference.attention(q, k, v, {"softmax_scale": 0.3}).gradients(cotangent)
+    with interpreted():
+        found = jax.vjp(lambda *arrays: _attend(*arrays, None).output, q, k, v)[1](cotangent)
+    for name, gradient in zip(("query", "key", "value"), found, strict=True):
+        expected = getattr(law, name)
+        assert np.abs(expected).max() < 65504
+        np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, atol=2e-3 * np.abs(expected).max(), err_msg=name)
 
 
 # ---------------------------------------------------------------- tiles

@@ -720,8 +720,8 @@ MUTATIONS = (
     Mutation(
         "a window of one number is open to the left alone",
         "request:_window",
-        "Window(window, window)",
-        "Window(window, 0)",
+        "else (window, window)",
+        "else (window, 0)",
         "vanilla/native window_int/small/bfloat16",
     ),
     Mutation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 
@@ -239,12 +240,15 @@ def test_products_outside_of_kernels():
     )
 
 
-def test_the_probes_of_jax_are_put_back():
+def test_the_probes_of_jax_answer_for_a_device_in_one_thread_and_inside_only():
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     from attention_ops.device import DeviceProfile, cudnn_probes
 
-    before = cudnn.check_cudnn_version
+    def version_elsewhere():
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(cudnn.check_cudnn_version).exception()
+
     h100 = DeviceProfile.named("h100", cudnn_version=(9, 13, 2))
     with cudnn_probes(h100):
         assert cudnn.check_cudnn_version() == 91302
@@ -253,4 +257,6 @@ def test_the_probes_of_jax_are_put_back():
         with cudnn_probes(dataclasses.replace(h100, compute_capability=(10, 3))):
             assert cudnn.is_cuda_compute_capability_equal("10.3")
         assert not cudnn.is_cuda_compute_capability_equal("10.3")
-    assert cudnn.check_cudnn_version is before
+        assert isinstance(version_elsewhere(), RuntimeError)
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        cudnn.check_cudnn_version()
