@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import attention_ops as ao
 from attention_ops.selftest import reference
 from tests.mesh_cases import mesh_of
+from tests.mesh_transforms import report
 from tests.test_transforms import agree, save_names
 
 B, T, H, D = 2, 8, 4, 4
@@ -145,18 +145,5 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from ((f"vmap, {name}", functools.partial(held_to_the_law_under_vmap, sizes)) for name, sizes in MAPPED.items())
 
 
-def main() -> None:
-    failed = 0
-    for name, check in checks():
-        try:
-            check()
-        except Exception as error:
-            failed += 1
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-        else:
-            print(f"{name}: holds", flush=True)
-    sys.exit(bool(failed))
-
-
 if __name__ == "__main__":
-    main()
+    report(checks())

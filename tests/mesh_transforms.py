@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -128,9 +128,10 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "vmap with spmd_axis_name", over_an_axis_of_vmap
 
 
-def main() -> None:
+def report(checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
+    """Run named checks, print a line for each, and exit with 1 if one failed."""
     failed = 0
-    for name, check in checks():
+    for name, check in checks:
         try:
             check()
         except (Exception, pytest.fail.Exception) as error:
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(checks())
