@@ -21,11 +21,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_v
 from attention_ops import api, masks
 from attention_ops.config_errors import Place, Schema, file_name, indivisible, sentences, shown
 from attention_ops.errors import ConfigError, UnknownOperationError, did_you_mean
-from attention_ops.metadata import FallbackPolicy, OnIndivisible, OperationMetadata
+from attention_ops.metadata import DEFAULT_AXES, FallbackPolicy, OnIndivisible, OperationMetadata
 from attention_ops.planner import Chain, Plan
 from attention_ops.registry import OperationRegistry
-from attention_ops.request import AttentionOptions, AttentionOutput, as_mask
-from attention_ops.sharding import DEFAULT_AXES
+from attention_ops.request import LARGEST, SMALLEST, AttentionOptions, AttentionOutput, as_mask
 from attention_ops.yamlio import dump, read
 
 ONE_KIND = "all"
@@ -69,7 +68,7 @@ def _axes(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
+Positive = Annotated[float, Field(ge=SMALLEST, le=LARGEST)]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 

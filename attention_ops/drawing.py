@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attention_ops import integers
 from attention_ops.masks import EMPTY, FULL, PARTIAL, Mask, Tile, Tiling
 from attention_ops.request import default_offset
 
@@ -60,7 +61,8 @@ def draw(
             f"{rows} x {cols} tiles are more than {MAX_TILES}, the limit; choose a larger block than {block_q}, {block_kv}"
         )
     if mask is not None and mask.needs_offset:
-        mask = mask.resolve(default_offset(T, S) if query_offset is None else query_offset)
+        stated = None if query_offset is None else integers.position("query_offset", query_offset)
+        mask = mask.resolve(default_offset(T, S) if stated is None else stated)
     return MaskPicture(mask, tiling, batch, head, title or ("no mask" if mask is None else str(mask)))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from attention_ops.config_errors import Place, file_name, indivisible, shown
 from attention_ops.errors import ConfigError, closest_first
+from attention_ops.request import LARGEST, SMALLEST
 
 Facts = dict[str, Any]
 MAX_BYTES = 10_000_000
@@ -81,7 +82,8 @@ class Keys:
 
     def positive(self, key: str) -> float | None:
         value = self.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and SMALLEST <= value <= LARGEST):
             raise self.error(key, f"{self.found(key)}; allowed is a number from 1e-30 to 1e30, or null")
         return value
 

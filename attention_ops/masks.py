@@ -14,8 +14,8 @@ import dataclasses
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -170,11 +170,11 @@ class Mask:
         return function(self)
 
     def resolve(self, offset: int | Array) -> Mask:
-        """Return the mask with `offset` where none was stated."""
+        """Return the mask with `offset`, as `integers.position` gives it, where none was stated."""
 
         def place(leaf: Mask) -> Mask:
             is_open = isinstance(leaf, Positional) and leaf.stated_offset is None
-            return dataclasses.replace(leaf, offset=offset) if is_open else leaf  # type: ignore[call-arg]
+            return _with(leaf, offset=offset) if is_open else leaf
 
         return self.map_leaves(place)
 
@@ -254,6 +254,9 @@ class Mask:
         return draw(self, T, T if S is None else S, **options)
 
 
+_Kind = TypeVar("_Kind", bound=Mask)
+
+
 def _values(mask: Mask) -> list[Any]:
     return [getattr(mask, name) for name in mask.__match_args__]
 
@@ -265,10 +268,21 @@ def _flatten(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def _unflatten(cls: type[Mask], aux: tuple[Any, ...], children: Any) -> Mask:
-    mask, remaining = object.__new__(cls), iter(children)
-    for name, (kind, value) in zip(cls.__match_args__, aux, strict=True):
-        object.__setattr__(mask, name, value if kind == "static" else next(remaining))
+    remaining = iter(children)
+    return _made(cls, (value if kind == "static" else next(remaining) for kind, value in aux))
+
+
+def _made(cls: type[_Kind], values: Iterable[Any]) -> _Kind:
+    """Make a mask of values that are checked and canonical."""
+    mask = object.__new__(cls)
+    for name, value in zip(cls.__match_args__, values, strict=True):
+        object.__setattr__(mask, name, value)
     return mask
+
+
+def _with(mask: _Kind, **changes: Any) -> _Kind:
+    """Return a mask with other values, checked and canonical, for some of its fields."""
+    return _made(type(mask), (changes.get(name, value) for name, value in zip(mask.__match_args__, _values(mask), strict=True)))
 
 
 def _mask(value: Any) -> Mask:
@@ -363,7 +377,7 @@ class Positional(Mask):
         return this.allowed(query, _iota(at.cols, 1) + at.col)[None]
 
     def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
-        return dataclasses.replace(self, offset=self._offset() + row - col)  # type: ignore[call-arg]
+        return _with(self, offset=self._offset() + row - col)
 
     def _per_row(self, function: Callable[[Any], Any]) -> Positional:
         """Return the mask with `function` applied to parameters, other than the offset, that may differ per batch row."""
@@ -459,10 +473,10 @@ class PrefixLM(Positional):
         _check_rows("prefix", self.prefix, B)
 
     def cut_leaf(self, row: Any, T: int, col: Any, S: int) -> Mask:
-        return dataclasses.replace(self, prefix=self.prefix - col, offset=self._offset() + row - col)
+        return _with(self, prefix=self.prefix - col, offset=self._offset() + row - col)
 
     def _per_row(self, function: Callable[[Any], Any]) -> PrefixLM:
-        return dataclasses.replace(self, prefix=function(self.prefix))
+        return _with(self, prefix=function(self.prefix))
 
     def allowed(self, query: Any, key: Any) -> Any:
         return (key <= query) | (key < self.prefix)

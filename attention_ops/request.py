@@ -23,8 +23,8 @@ from attention_ops.features import Feature
 from attention_ops.masks import Causal, Dense, Lengths, Mask, Segments, Window, checked_mask_array, reshaped, simplify
 from attention_ops.metadata import FLOATS, OperationMetadata
 
-_LARGE = 1e30
-"""Of numbers up to this, and down to its inverse, float32 holds the products and quotients with logits."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Limits of a scale or cap: between them float32 holds the products and quotients with logits."""
 _LAYOUT = "the layout is query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv]"
 
 
@@ -265,11 +265,11 @@ def _spec(
         raise ValueError(
             f"softmax_dtype {softmax_dtype} is narrower than the runtime dtype {dtype}; leave it None or use {dtype}"
         )
-    if soft_cap is not None and not 1 / _LARGE <= soft_cap <= _LARGE:
-        allowed = f"a number from {1 / _LARGE:g} to {_LARGE:g}, or None for no cap"
+    if soft_cap is not None and not SMALLEST <= soft_cap <= LARGEST:
+        allowed = f"a number from {SMALLEST:g} to {LARGEST:g}, or None for no cap"
         raise ValueError(f"logits_soft_cap is {soft_cap}; allowed is {allowed}")
-    if scale is not None and not abs(scale) <= _LARGE:
-        allowed = f"a number from {-_LARGE:g} to {_LARGE:g}, or None for D ** -0.5 = {D**-0.5:.6g}"
+    if scale is not None and not abs(scale) <= LARGEST:
+        allowed = f"a number from {-LARGEST:g} to {LARGEST:g}, or None for D ** -0.5 = {D**-0.5:.6g}"
         raise ValueError(f"softmax_scale is {scale}; allowed is {allowed}")
     needs = {
         Feature.BIAS: bias is not None,
@@ -484,8 +484,7 @@ def _mask_info(info: Any, T: int, S: int) -> list[Mask]:
 def _offset(offset: Any) -> Any:
     if offset is None:
         return None
-    offset = integers.position("query_offset", offset)
-    return jnp.asarray(offset) if isinstance(offset, np.ndarray) else offset
+    return integers.data(integers.position("query_offset", offset))
 
 
 def default_offset(T: int, S: int) -> int:
